@@ -25,10 +25,10 @@ from tests.ranks import on_ranks, ranks
 from tests.soak import also
 from yafsdp_cc.compression import Compression
 from yafsdp_cc.plan import Plan
-from yafsdp_cc.tools.cli.estimate import main, parser
+from yafsdp_cc.tools.cli.estimate import gpus, main, parser
 from yafsdp_cc.tools.demo.model import GPT
 from yafsdp_cc.tools.demo.train import loss_of
-from yafsdp_cc.tools.estimate import Subject, plan_over, probe, subject_of
+from yafsdp_cc.tools.estimate import COMMUNICATOR, Subject, headroom_of, plan_over, probe, room_in, subject_of
 from yafsdp_cc.tools.step_time import Work
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
@@ -197,7 +197,82 @@ def test_the_command(tmp_path: Path) -> None:
     assert few["memory"]["optimizer state"] == few["plan"]["adamw_bytes"]
     assert few["seconds"]["total"] == pytest.approx(sum(list(few["seconds"].values())[:-1]))
     assert few["plan"]["communication"]["reduce"] < many["plan"]["communication"]["reduce"]
-    assert "A block keeps" in ran.stdout
+    assert few["assumed"]["recomputed"] == "3 of 5 blocks"
+    assert few["assumed"]["precisions"].startswith("parameters float32, forward bfloat16")
+    assert few["peak_bytes_with_headroom"] == few["peak_bytes"] + sum(few["headroom"].values())
+    lines = ran.stdout.splitlines()
+    assert lines[2:5] == [
+        "assumed",
+        "  batch       the factory's own",
+        "  optimizer   AdamW, two numbers for each parameter",
+    ]
+
+
+def test_the_command_takes_a_run_file_which_flags_overrule(tmp_path: Path) -> None:
+    file, out = tmp_path / "run.yaml", tmp_path / "estimate.json"
+    file.write_text(
+        "launch: {nproc_per_node: 8, nnodes: 2}\nshard: {zero_stage: 2, replicate: 2}\nprecision: {param: bf16}\n"
+        "compression: int8\n"
+    )
+    gpu = ["--gpu", "h100", "--link", "400gbit", "--tokens", "3B"]
+    command = ["estimate", "demo", "--batch", "2", "--sequence", "64", "-c", str(file), *gpu]
+    ran = yafsdp_cc_command(*command, "--compression", "int4", "--json", str(out), folder=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    (row,) = json.loads(out.read_text())
+    assert (row["ranks"], row["plan"]["world"], row["plan"]["replicas"]) == (16, 8, 2)
+    assert row["headroom"]["NCCL"] == 2 * COMMUNICATOR  # one communicator for the shard, one for replicas
+    assert {"compression.gradients": "int4", "shard.zero_stage": "2"}.items() <= {
+        each["name"]: each["value"] for each in row["plan"]["arguments"]
+    }.items()
+    answers, step = row["answers"], row["seconds"]["total"]
+    assert answers["tokens / s of the job"] == pytest.approx(2 * 64 * 16 / step)
+    assert answers["days for 3 billion tokens"] == pytest.approx(3e9 * step / (2 * 64 * 16) / 86400)
+    assert 0 < answers["MFU, %"] < 40
+    assert row["seconds"]["optimizer"] > 0
+    wrong = yafsdp_cc_command("estimate", "demo", "--compression", "int9", folder=tmp_path)
+    assert wrong.returncode == 2
+    assert 'compression.gradients: "int9" cannot be' in wrong.stderr
+
+
+@ranks(1)
+def test_the_largest_batch_fits_and_the_next_one_does_not() -> None:
+    def activations(batch: int) -> Any:
+        return probe(subject_of("demo", batch, 64), BF16).activations
+
+    once, twice = activations(2), activations(4)
+    for checkpointed in (0, 6):
+        for batch in (1, 7, 32):
+            assert once.scaled(twice, batch / 2).peak(checkpointed) == activations(batch).peak(checkpointed)
+        for room in (activations(7).peak(checkpointed), activations(8).peak(checkpointed) - 1):
+            assert once.largest_batch(twice, 2, room, checkpointed) == 7
+    assert once.largest_batch(twice, 2, 0, 0) == 0
+
+
+@pytest.mark.parametrize("communicators", [0, 1, 2])
+def test_headroom_is_left_in_what_fits(communicators: int) -> None:
+    room = room_in(80 << 30, communicators)
+    used = room + sum(headroom_of(room, communicators).values())
+    assert (80 << 30) - 4 <= used <= 80 << 30
+
+
+def test_each_gpu_has_sources() -> None:
+    assert {"a100", "h100", "h200", "b200", "l40s"} <= gpus().keys()
+    for row in gpus().values():
+        name, *figures, of_memory, of_speed = row.values()
+        assert name
+        assert all(float(figure) > 0 for figure in figures)
+        assert of_memory.startswith("https://")
+        assert of_speed.startswith("https://")
+
+
+def test_files_that_are_no_python_are_in_the_wheel() -> None:
+    root = Path(__file__).parent.parent
+    listed = (
+        (root / "pyproject.toml").read_text().partition("[tool.setuptools.package-data]")[2].partition("[tool.ruff")[0]
+    )
+    data = {path.name for suffix in ("csv", "css", "c", "typed") for path in (root / "yafsdp_cc").rglob(f"*.{suffix}")}
+    assert "gpus.csv" in data
+    assert all(f'"{name}"' in listed for name in data)
 
 
 TIMES = ("--rate", "1tflops", "--link", "1gbit")
@@ -208,8 +283,10 @@ def test_what_the_command_refuses_is_said_before_torch_is_imported(
 ) -> None:
     for arguments, message in (
         (["demo", "--ranks", "6", "--replicas", "4"], "--ranks 6 is not a multiple of --replicas 4"),
-        (["demo", "--checkpoint", "fit"], "--checkpoint fit needs --memory, such as 80GiB"),
-        (["demo", "--rate", "5tflops"], "a step's time takes both --rate and --link"),
+        (["demo", "--checkpoint", "fit"], "--checkpoint fit needs --memory, such as 80GiB, or --gpu"),
+        (["demo", "--rate", "5tflops"], "a step's time takes both --rate and --link, or --gpu"),
+        (["demo", "--tokens", "300B"], "--tokens needs a step's time: name --gpu, or --rate and --link"),
+        (["demo", "--ranks", "16", "--gpu", "h100"], "--ranks 16 fill several nodes of 8: name --link to other nodes"),
         (["demo", "--link", "5"], "'5': write a number and a unit of kbit, mbit, gbit, tbit"),
     ):
         monkeypatch.setitem(sys.modules, "yafsdp_cc.tools.estimate", None)

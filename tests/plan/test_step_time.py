@@ -27,7 +27,7 @@ def plan(gather: int, reduce: int, blocks: int = 4, replicated: int = 0) -> Plan
 
 def seconds(planned: Plan, work: Work, link: Link) -> tuple[float, ...]:
     named = {unit.name: work for unit in planned.units}
-    return tuple(step_time(events_of(planned, named), planned.world, 1.0, link))
+    return tuple(step_time(events_of(planned, named), planned.world, 1.0, link))[:4]  # no time of the optimizer
 
 
 def test_a_quick_link_exposes_the_first_gather_and_the_last_reduce() -> None:
@@ -81,3 +81,14 @@ def test_activations_by_hand() -> None:
     assert activations.fewest_checkpointed(25) == 2
     assert activations.fewest_checkpointed(17) == 3
     assert activations.fewest_checkpointed(16) is None
+
+
+def test_links_within_and_between_nodes() -> None:
+    """Eight ranks in nodes of four: a ring crosses over all links of a node, a direct reduce over its sender's."""
+    link = Link(8.0, within=1.0, node=4)
+    gather, reduce, total = (Event(kind, "", 70.0, ()) for kind in ("all_gather", "reduce", "all_reduce"))
+    assert link.seconds(gather, 8) == link.seconds(reduce, 8) == 70 * 8 / 4
+    assert link._replace(direct=True).seconds(reduce, 8) == pytest.approx(70 * 8 * 4 / 7)
+    assert link.seconds(gather, 4) == link._replace(direct=True).seconds(reduce, 4) == 70 * 1.0
+    assert link.seconds(total, 8) == 70 * 8
+    assert Link(8.0).seconds(gather, 8) == Link(8.0, direct=True).seconds(reduce, 8) == 70 * 8

@@ -24,8 +24,9 @@ from tests.soak import LONG, also
 from yafsdp_cc.tools import cli
 from yafsdp_cc.tools.cli.capture import capture
 from yafsdp_cc.tools.report import charts
-from yafsdp_cc.tools.report.page import read_run, run_section, run_table
-from yafsdp_cc.tools.report.trace import UnreadableError, read
+from yafsdp_cc.tools.report.overlap import Overlap, Shared, Slowed
+from yafsdp_cc.tools.report.page import read_run, run_section, run_table, trace_tables
+from yafsdp_cc.tools.report.trace import Trace, UnreadableError, read
 
 
 def write_run(folder: Path, **figures: Any) -> Path:
@@ -61,7 +62,12 @@ def test_the_command_without_torch(tmp_path: Path) -> None:
     assert row[1:] == ["2", "50", "0.1000", "1.2500", "926", "2,000.0", "4.50", "2.0", "2.0", "-"]
     assert ["all", "communication", "0.450", "0.250", "25.0"] in table
     assert ["b", "0.150", "0.050", "0.000", "0.000"] in table
-    assert "Kernels beside communication take 1.25 times as long as alone" in done.stdout
+    assert "All kernels that ran both ways: 1.25 times as long beside communication" in done.stdout
+    assert done.stdout.splitlines()[0].endswith(f" {traces[0]} {traces[1]}")  # the date and the command
+    assert f"{other} against {one}: tokens/s x 0.11." in done.stdout
+    assert (
+        "First: keep the device busy (input pipeline, host work, small kernels). It costs 30% of a step" in done.stdout
+    )
     page = (tmp_path / "page.html").read_text()
     assert not re.search(r"(src|href)=|url\(|@import|<script", page), "the page needs nothing else"
     assert "the &lt;plan&gt;" in page
@@ -125,6 +131,30 @@ def test_ticks_are_round_and_few(low: float, high: float) -> None:
     assert all(low - 1e-9 <= mark <= high * (1 + 1e-9) for mark in marks)
     steps = {round((second - first) / (high - low), 9) for first, second in pairwise(marks)}
     assert len(steps) <= 1
+
+
+def test_a_single_point_has_a_labelled_axis_and_speed_begins_at_zero() -> None:
+    def labels(picture: str) -> list[str]:
+        return re.findall(r"<text x=.*?>([\d.,]+)</text>", picture)
+
+    assert {"1.5", "2"} <= set(labels(charts.lines("one", "minutes", "loss", {"a": [(1.7, 1.25)]})))
+    speeds = {"a": [(1, 900.0), (2, 950.0)]}
+    assert "0" not in labels(charts.lines("speed", "steps", "tokens/s", speeds))
+    assert "0" in labels(charts.lines("speed", "steps", "tokens/s", speeds, from_zero=True))
+
+
+def test_the_table_of_kernels_sums_to_what_its_title_says() -> None:
+    """Ten kernels, some faster beside communication: the rows that are shown and the rest add up to the whole."""
+    slowed = [Slowed(f"kernel{n}", 2, 100.0, 130.0 - 10 * n) for n in range(10)]
+    alone, beside = 10 * 2 * 100.0, sum(2 * each.beside_us for each in slowed)
+    trace = Trace("", [], 0.0, 1000.0, 1)
+    parts = dict.fromkeys(("idle", "codec"), 0.0)
+    found = Overlap(trace, {}, Shared(0.0, 0.0), parts, {}, slowed, beside / alone, {})
+    title, (_, *rows) = list(trace_tables(found).items())[-1]
+    assert "0.85 times" in title
+    assert [row[0] for row in rows[-2:]] == ["2 other kernels", "all of them"]
+    assert float(rows[-1][-1]) == pytest.approx((beside - alone) / 1e3)
+    assert sum(float(row[-1]) for row in rows[:-1]) == pytest.approx(float(rows[-1][-1]))
 
 
 def test_a_spike_of_one_step_is_seen() -> None:
@@ -191,7 +221,8 @@ def test_a_run_is_drawn_once_by_a_name_of_its_own(tmp_path: Path, capsys: pytest
     shutil.copy(folder / "metrics.jsonl", folder / "other.jsonl")
     paths = [str(folder), f"{folder}/../run", str(folder / "metrics.jsonl"), str(folder / "other.jsonl")]
     assert cli.main(["report", *paths, "-o", str(tmp_path / "page.html")]) == 0
-    names = [line.split()[0] for line in capsys.readouterr().out.splitlines() if str(folder) in line]
+    table = capsys.readouterr().out.partition("\nrun ")[2]
+    names = [line.split()[0] for line in table.splitlines() if str(folder) in line]
     assert names == [str(folder), str(folder / "other.jsonl")]
 
 

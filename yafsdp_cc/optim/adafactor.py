@@ -35,9 +35,8 @@ class Adafactor(torch.optim.Adafactor):
     it. State and updates are in fp32 at least, also of parameters in half precision. A step needs memory for this
     rank's elements of one parameter's update at a time.
 
-    Args:
-        params: parameters of a sharded model, or groups of them.
-        lr, beta2_decay, eps, d, weight_decay, maximize: as torch documents them. ``foreach`` has no effect.
+    Arguments are those of ``torch.optim.Adafactor``; ``params`` are parameters of a sharded model, or groups of them,
+    and ``foreach`` has no effect.
 
     Raises:
         ValueError: a setting is out of range, or a parameter is not sharded.

@@ -79,7 +79,10 @@ class CompressedStage(PipelineStage):
         schedule = prepare_schedule(Schedule1F1B(stage, n_microbatches=4, loss_fn=loss_fn))
 
     Args:
-        submodule, stage_index, num_stages, device: as those of ``PipelineStage``.
+        submodule: the stage's part of the model, as of ``PipelineStage``.
+        stage_index: number of the stage, from 0.
+        num_stages: number of stages.
+        device: device of the stage.
         stage_arguments: further arguments of ``PipelineStage`` by name, and the fields of ``StageCompression``.
 
     Raises:

@@ -96,8 +96,9 @@ def stages_to_compress(
     Args:
         pipeline_order: the actions of each rank of a schedule in their order.
         seconds: times of every stage and micro-batch.
-        exact_reduce, encoded_reduce: seconds of a stage's reduce over its data-parallel ranks, one number for all
-            stages or one for each, calculated or measured.
+        exact_reduce: seconds of a stage's exact reduce over its data-parallel ranks, one number for all stages or one
+            for each, calculated or measured.
+        encoded_reduce: the same of an encoded reduce.
 
     Source: Song et al., "Optimus-CC", 2023 (selective stage compression), who choose a share of the stages by hand.
     """

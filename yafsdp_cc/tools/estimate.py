@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import traceback
 import warnings
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from importlib import import_module
@@ -89,6 +90,46 @@ class Activations(NamedTuple):
     def fewest_checkpointed(self, room: int) -> int | None:
         """Return the number of blocks that must be checkpointed for ``room`` bytes to suffice; None: never."""
         return next((count for count in range(len(self.blocks) + 1) if self.peak(count) <= room), None)
+
+    def scaled(self, doubled: Activations, times: float) -> Activations:
+        """Return the activations of ``times`` the batch, from these and from those of a ``doubled`` batch.
+
+        Bytes of a step are a constant and a part for each sequence.
+        """
+
+        def of(once: int, twice: int) -> int:
+            return round(once + (twice - once) * (times - 1))
+
+        blocks = (Block(*map(of, *pair)) for pair in zip(self.blocks, doubled.blocks, strict=True))
+        return Activations(tuple(blocks), of(self.outside, doubled.outside), of(self.lowest, doubled.lowest))
+
+    def largest_batch(self, doubled: Activations, batch: int, room: int, checkpointed: int) -> int:
+        """Return the most sequences whose activations take ``room`` bytes at most; these are of ``batch`` sequences."""
+
+        def is_too_large(count: int) -> bool:
+            return self.scaled(doubled, count / batch).peak(checkpointed) > room
+
+        return bisect_left(range(1, 1 << 20), True, key=is_too_large)
+
+
+CONTEXT, COMMUNICATOR, FRAGMENTED = 1 << 29, 7 << 28, 0.05
+"""Headroom: bytes of a CUDA context, bytes of each NCCL communicator, share of what is held that the allocator loses.
+
+Source: 426 MiB of context (unslothai/unsloth-zoo#1053); 1.6 GB with one communicator, 6 GB with three or more
+(NVIDIA/nccl#864). The 5 % are a choice: GMLake (arXiv 2401.08156) removes 15 % on average of fragmentation in training
+large models, and buffers that are allocated once do not fragment.
+"""
+
+
+def headroom_of(held: int, communicators: int) -> dict[str, int]:
+    """Return the bytes to leave free beside ``held`` bytes, by name. Without ``communicators`` of NCCL, it is a CPU."""
+    lost = {f"fragmentation, {FRAGMENTED:.0%}": round(held * FRAGMENTED)}
+    return {"CUDA context": CONTEXT, "NCCL": COMMUNICATOR * communicators, **lost} if communicators else lost
+
+
+def room_in(memory: int, communicators: int) -> int:
+    """Return the bytes that may be held in ``memory`` for the headroom to be left."""
+    return int((memory - (CONTEXT + COMMUNICATOR * communicators if communicators else 0)) / (1 + FRAGMENTED))
 
 
 class Probe(NamedTuple):

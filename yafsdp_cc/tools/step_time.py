@@ -23,15 +23,31 @@ class Link(NamedTuple):
     """Times of a collective over all ranks of a shard."""
 
     per_byte: float
-    """Seconds for each byte that a rank sends."""
+    """Seconds for each byte that a rank sends to other nodes."""
     latency: float = 0.0
     """Seconds of a collective of no bytes."""
     hop: float = 0.0
     """Seconds more for each further rank, as ranks of a ring pass everything on."""
+    within: float = 0.0
+    """Seconds for each byte that a rank sends within its node."""
+    node: int = 1
+    """Number of ranks of a node, neighbours in the shard."""
+    direct: bool = False
+    """Whether reduces go straight to the owners, as encoded ones do, and not around a ring."""
 
-    def seconds(self, sent: float, ranks: int) -> float:
-        """Return how long it takes until every rank has sent ``sent`` bytes."""
-        return self.latency + self.hop * (ranks - 1) + self.per_byte * sent
+    def seconds(self, event: Event, ranks: int) -> float:
+        """Return how long it takes until every rank has sent the event's bytes.
+
+        A ring leaves a node once, over the links of all its ranks. What goes straight to its owner takes the sender's
+        link, but for the owners in its node. So do sums over replicas.
+        """
+        crossing = 1 / self.node if ranks > self.node else 0.0
+        if event.kind == "all_reduce":
+            crossing = 1.0
+        elif event.kind == "reduce" and self.direct:
+            crossing = max(0, ranks - self.node) / max(1, ranks - 1)
+        per_byte = max(self.within, self.per_byte * crossing)
+        return self.latency + self.hop * (ranks - 1) + per_byte * event.amount
 
 
 class Work(NamedTuple):
@@ -74,6 +90,12 @@ class StepTime(NamedTuple):
     """Seconds of all-gathers in the forward that nothing overlaps."""
     exposed_backward: float
     """Seconds of all-gathers and reduces in the backward that nothing overlaps."""
+    optimizer: float = 0.0
+
+    @property
+    def exposed(self) -> float:
+        """Share of the step in which nothing but communication happens."""
+        return (self.exposed_forward + self.exposed_backward) / self.total
 
     @property
     def total(self) -> float:
@@ -99,7 +121,7 @@ def step_time(events: Sequence[Event], ranks: int, flops_per_second: float, link
             seconds = event.amount / flops_per_second
             computed[event.kind] += seconds
         else:
-            seconds = link.seconds(event.amount, ranks)
+            seconds = link.seconds(event, ranks)
         ends.append(start + seconds)
         free[event.is_compute] = ends[-1]
         forward_end = ends[-1] if event.kind == "forward" else forward_end

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import csv
 import gc
 import json
+import os
 import re
 import sys
+from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+from unittest import mock
 
 from yafsdp_cc.tools.cli.demo import positive
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from yafsdp_cc.config import Settings
     from yafsdp_cc.plan import Plan
-    from yafsdp_cc.tools.estimate import Probe
+    from yafsdp_cc.tools.estimate import Activations, Probe
     from yafsdp_cc.tools.step_time import StepTime
 
 ABOUT = """\
@@ -26,8 +31,23 @@ tensors that have no memory: nothing is downloaded, and no weights are made. doc
 BYTES = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "kB": 10**3, "MB": 10**6, "GB": 10**9}
 BITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9, "tbit": 10**12}
 FLOPS = {"gflops": 1e9, "tflops": 1e12, "pflops": 1e15}
-BATCH, SEQUENCE = 1, 2048
 SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
+COUNTS = {"M": 10**6, "B": 10**9, "T": 10**12}
+BATCH, SEQUENCE, RANKS, NODE = 1, 2048, 8, 8
+REACHED = 0.4
+"""Share of a GPU's peak that a step reaches by default: 0.54 and 0.31 fit the two tables of bench/results."""
+HIDDEN = 0.05
+"""Largest exposed share of a step whose communication counts as hidden."""
+CODECS = (("fp32", None), ("int8", None), ("int8", "int8"), ("int4", "int8"), ("onebit", "int8"))
+"""Codecs of gradients and of weights that may hide communication, those that lose least first."""
+FROM_FLAGS = {
+    "precision": ("precision.param", "precision.reduce"),
+    "compression": ("compression.gradients",),
+    "weights": ("compression.weights",),
+    "zero_stage": ("shard.zero_stage",),
+    "replicas": ("shard.replicate",),
+}
+"""Settings of a run file that a flag stands for."""
 
 
 class Row(NamedTuple):
@@ -39,7 +59,17 @@ class Row(NamedTuple):
     """Bytes of activations at the peak; None if the model came without a loss."""
     checkpointed: int
     """Number of blocks that are recomputed."""
-    seconds: StepTime | None
+    headroom: dict[str, int]
+    """Bytes to leave free, by name."""
+    assumed: dict[str, str]
+    """Assumptions in words."""
+    seconds: StepTime | None = None
+    answers: dict[str, str | float | None] = {}  # noqa: RUF012 (a tuple's default is not changed)
+    """Answers by question; None where the question was not asked."""
+
+    @property
+    def ranks(self) -> int:
+        return self.plan.world * self.plan.replicas
 
     @property
     def memory(self) -> dict[str, int]:
@@ -50,48 +80,45 @@ class Row(NamedTuple):
     def as_dict(self) -> dict[str, Any]:
         """Return everything in plain types, for JSON."""
         seconds = None if self.seconds is None else {**self.seconds._asdict(), "total": self.seconds.total}
+        held = sum(self.memory.values())
         return {
-            "ranks": self.plan.world * self.plan.replicas,
+            "assumed": self.assumed,
+            "ranks": self.ranks,
             "memory": self.memory,
-            "peak_bytes": sum(self.memory.values()),
+            "peak_bytes": held,
+            "headroom": self.headroom,
+            "peak_bytes_with_headroom": held + sum(self.headroom.values()),
             "checkpointed_blocks": self.checkpointed,
             "seconds": seconds,
+            "answers": self.answers,
             "plan": self.plan.as_dict(),
         }
+
+
+def gpus() -> dict[str, dict[str, str]]:
+    """Return the rows of ``tools/gpus.csv`` by the name of the GPU; its columns say the unit, rates are per second."""
+    text = (files("yafsdp_cc.tools") / "gpus.csv").read_text(encoding="utf-8")
+    return {row["name"]: row for row in csv.DictReader(text.splitlines())}
 
 
 def main(argv: list[str]) -> int:
     """Estimate and print; return the exit status."""
     flags = parser()
     asked = flags.parse_args(argv)
-    for ranks in asked.ranks:
-        if ranks % asked.replicas:
-            flags.error(f"--ranks {ranks} is not a multiple of --replicas {asked.replicas}")
-    if asked.checkpoint == "fit" and asked.memory is None:
-        flags.error("--checkpoint fit needs --memory, such as 80GiB")
-    if (asked.link is None) != (asked.rate is None):
-        flags.error("a step's time takes both --rate and --link")
-    if asked.memory is not None and asked.checkpoint != "fit":
-        flags.error("--memory is what --checkpoint fit has blocks recomputed for: name both")
-    if ":" in asked.model and (asked.batch or asked.sequence):
-        flags.error(f"the loss of {asked.model} has a batch of its own: leave --batch and --sequence out")
-
+    _check(flags, asked)
     if "" not in sys.path:
         sys.path.insert(0, "")  # so that module:factory is found in the working folder, as by python -m
     gc.disable()  # the garbage collector would scan hundreds of thousands of new objects, few of which are freed
-    # only after the flags are checked: importing torch takes seconds
-    from yafsdp_cc.tools.estimate import probe, subject_of
+    from yafsdp_cc.config import RUN, to_environment
 
     try:
-        subject = subject_of(asked.model, asked.batch or BATCH, asked.sequence or SEQUENCE)
-        settings = _settings(asked)
-        found = None if subject.loss is None else probe(subject, settings["mp_policy"])
-        if found is None and (asked.checkpoint or asked.rate):
-            flags.error(f"{asked.model} returns no loss: --checkpoint and --rate need one; see docs/estimate.md")
-        rows = [_row(subject.build, ranks, asked, settings, found) for ranks in asked.ranks]
+        settings = _settings(flags, asked)
+        # ``shard`` takes what it is not given from this variable, as in a run that ``launch`` has started
+        with mock.patch.dict(os.environ, {RUN: to_environment(settings)}):
+            rows = _rows(flags, asked, settings)
     except ValueError as error:
         flags.exit(2, f"{flags.prog}: {error}\n")
-    print(_text(rows, found, asked))
+    print(_text(rows))
     if asked.json is not None:
         asked.json.write_text(json.dumps([row.as_dict() for row in rows], indent=1) + "\n")
     return 0
@@ -100,121 +127,246 @@ def main(argv: list[str]) -> int:
 def parser() -> argparse.ArgumentParser:
     """Return the flags of the command."""
     flags = argparse.ArgumentParser(prog="yafsdp-cc estimate", description=ABOUT, allow_abbrev=False)
-    flags.add_argument(
-        "model",
-        metavar="MODEL",
-        help="a folder or file with a Hugging Face config, a Hugging Face model type, module:factory, or demo",
-    )
-    flags.add_argument("--ranks", type=_counts, default=[8], metavar="N", help="of all machines, one or more: 8,64 (8)")
-    flags.add_argument("--replicas", type=positive, default=1, metavar="N", help="how often the shards are there (1)")
+    model = "a folder or file with a Hugging Face config, a Hugging Face model type, module:factory, or demo"
+    flags.add_argument("model", metavar="MODEL", help=model)
+    flags.add_argument("-c", "--config", metavar="FILE", help="a run file, as of yafsdp-cc launch; flags overrule it")
+    flags.add_argument("--set", metavar="NAME=VALUE", action="append", default=[], help="as of yafsdp-cc launch")
+    flags.add_argument("--ranks", type=_counts, metavar="N", help=f"of all nodes, one or more: 8,64 ({RANKS})")
+    flags.add_argument("--replicas", type=positive, metavar="N", help="how often the shards are there (1)")
     flags.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="of ranks (%(default)s)")
     flags.add_argument("--batch", type=positive, metavar="N", help=f"sequences of a rank ({BATCH})")
     flags.add_argument("--sequence", type=positive, metavar="N", help=f"tokens of each ({SEQUENCE})")
-    flags.add_argument("--precision", choices=["bf16", "fp32"], default="bf16", help="of weights and reduces (bf16)")
-    flags.add_argument("--compression", default=None, metavar="CODEC", help="of gradients: int8, int4, onebit, ...")
-    flags.add_argument("--weights", default=None, metavar="CODEC", help="of weights: int8, ...")
-    flags.add_argument("--zero-stage", type=int, choices=[1, 2, 3], default=3, help="what is sharded (%(default)s)")
+    precision = "of weights and reduces (bf16; with --config the file's, or that of the parameters)"
+    flags.add_argument("--precision", choices=["bf16", "fp32"], help=precision)
+    flags.add_argument("--compression", metavar="CODEC", help="of gradients: int8, int4, onebit, ...")
+    flags.add_argument("--weights", metavar="CODEC", help="of weights: int8, ...")
+    flags.add_argument("--zero-stage", type=int, choices=[1, 2, 3], help="what is sharded (3)")
     flags.add_argument("--optimizer", choices=["adamw", "sgd"], default="adamw", help="whose state (%(default)s)")
     flags.add_argument("--checkpoint", type=_checkpoint, default=0, metavar="N", help="blocks to recompute, all or fit")
-    flags.add_argument("--memory", type=_quantity(BYTES), metavar="SIZE", help="of a rank, for fit: 80GiB")
+    flags.add_argument("--gpu", choices=sorted(gpus()), help="its memory, peak and links")
+    flags.add_argument("--memory", type=_quantity(BYTES), metavar="SIZE", help="of a rank, headroom included: 80GiB")
     time = flags.add_argument_group("a step's time")
-    time.add_argument("--rate", type=_quantity(FLOPS), metavar="RATE", help="what a rank achieves: 170tflops")
-    time.add_argument("--link", type=_quantity(BITS), metavar="RATE", help="of each rank to the others: 400gbit")
+    rate = f"what a rank achieves: 170tflops ({REACHED:.0%} of --gpu's peak)"
+    time.add_argument("--rate", type=_quantity(FLOPS), metavar="RATE", help=rate)
+    time.add_argument("--link", type=_quantity(BITS), metavar="RATE", help="of each rank to other nodes: 400gbit")
+    within = "of each rank within its node: 3.6tbit (--gpu's)"
+    time.add_argument("--within", type=_quantity(BITS), metavar="RATE", help=within)
+    node = f"ranks of a node ({NODE} with --gpu or --within, otherwise 1)"
+    time.add_argument("--node", type=positive, metavar="N", help=node)
     time.add_argument("--latency", type=_quantity(SECONDS), default=0.0, metavar="TIME", help="of a collective: 20us")
     time.add_argument("--hop", type=_quantity(SECONDS), default=0.0, metavar="TIME", help="more for each rank: 5us")
-    out = flags.add_argument_group("files")
-    out.add_argument("--json", type=Path, metavar="FILE", help="where to write everything")
+    time.add_argument(
+        "--tokens", type=_quantity(COUNTS), metavar="N", help="of the training, to be told its days: 300B"
+    )
+    flags.add_argument("--json", type=Path, metavar="FILE", help="where to write everything")
     return flags
 
 
-def _row(build: Callable[[], Any], ranks: int, asked: argparse.Namespace, settings: Any, found: Probe | None) -> Row:
+def _check(flags: argparse.ArgumentParser, asked: argparse.Namespace) -> None:
+    """Complete the flags from the GPU's row; refuse those that do not go together."""
+    asked.node = asked.node or (NODE if asked.gpu or asked.within else 1)
+    asked.peak = asked.memory_rate = None
+    if asked.gpu:
+        row = gpus()[asked.gpu]
+        asked.peak, asked.memory_rate = float(row["bf16_tflops"]) * 1e12, float(row["memory_gb_per_s"]) * 1e9
+        asked.memory = asked.memory or int(row["memory_mib"]) << 20
+        asked.within = asked.within or float(row["within_gb_per_s"]) * 8e9
+        asked.rate = asked.rate or REACHED * asked.peak
+    if asked.checkpoint == "fit" and asked.memory is None:
+        flags.error("--checkpoint fit needs --memory, such as 80GiB, or --gpu")
+    if (asked.link is None and asked.within is None) != (asked.rate is None):
+        flags.error("a step's time takes both --rate and --link, or --gpu")
+    if asked.tokens and asked.rate is None:
+        flags.error("--tokens needs a step's time: name --gpu, or --rate and --link")
+    if ":" in asked.model and (asked.batch or asked.sequence):
+        flags.error(f"the loss of {asked.model} has a batch of its own: leave --batch and --sequence out")
+
+
+def _settings(flags: argparse.ArgumentParser, asked: argparse.Namespace) -> Settings:
+    """Read the run file, which flags overrule, and complete the numbers of ranks from it."""
+    from yafsdp_cc.config import CONFIG, read
+
+    given = {name: getattr(asked, flag) for flag, names in FROM_FLAGS.items() for name in names}
+    if given["precision.param"] is None and asked.config is None and CONFIG not in os.environ:
+        given |= dict.fromkeys(FROM_FLAGS["precision"], "bf16")
+    chosen = [*(f"{name}={value}" for name, value in given.items() if value), *asked.set]
+    settings = read(asked.config, chosen)
+    value_of = {name: one.value for name, one in settings.items()}
+    machines, each = value_of.get("launch.nnodes", 1), value_of.get("launch.nproc_per_node")
+    asked.ranks = asked.ranks or ([machines * each] if isinstance(machines, int) and isinstance(each, int) else [RANKS])
+    asked.replicas = value_of.get("shard.replicate", 1)
+    for ranks in asked.ranks:
+        if ranks % asked.replicas:
+            flags.error(f"--ranks {ranks} is not a multiple of --replicas {asked.replicas}")
+        if asked.rate and asked.link is None and ranks > asked.node:
+            flags.error(f"--ranks {ranks} fill several nodes of {asked.node}: name --link to other nodes, as 400gbit")
+    return {name: one for name, one in settings.items() if not name.startswith("launch.")}
+
+
+def _rows(flags: argparse.ArgumentParser, asked: argparse.Namespace, settings: Settings) -> list[Row]:
+    # only after the flags are checked: importing torch takes seconds
+    import torch
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    from yafsdp_cc.tools.estimate import probe, subject_of
+
+    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+    policy = MixedPrecisionPolicy(dtypes[settings["precision.param"].value] if "precision.param" in settings else None)
+    batch, sequence = asked.batch or BATCH, asked.sequence or SEQUENCE
+    subject = subject_of(asked.model, batch, sequence)
+    found = None if subject.loss is None else probe(subject, policy)
+    if found is None and (asked.checkpoint or asked.rate):
+        flags.error(f"{asked.model} returns no loss: --checkpoint and --rate need one; see docs/estimate.md")
+    doubled = None
+    if asked.memory and ":" not in asked.model:
+        doubled = probe(subject_of(asked.model, 2 * batch, sequence), policy).activations
+    return [_row(subject.build, ranks, asked, settings, found, doubled) for ranks in asked.ranks]
+
+
+def _row(
+    build: Callable[[], Any],
+    ranks: int,
+    asked: argparse.Namespace,
+    settings: Settings,
+    found: Probe | None,
+    doubled: Activations | None,
+) -> Row:
     from yafsdp_cc.plan.report import human
-    from yafsdp_cc.tools.estimate import plan_over
-    from yafsdp_cc.tools.step_time import Link, events_of, step_time
+    from yafsdp_cc.tools.estimate import headroom_of, plan_over, room_in
 
     shards = ranks // asked.replicas
-    plan = plan_over(build, (asked.replicas, shards) if asked.replicas > 1 else (shards,), asked.device, **settings)
+    mesh = (asked.replicas, shards) if asked.replicas > 1 else (shards,)
+    plan = plan_over(build, mesh, asked.device)
     optimizer = plan.adamw_bytes if asked.optimizer == "adamw" else 0
+    held = plan.owned_bytes + optimizer
+    separate = "shard.separate_reduce_group" in settings and settings["shard.separate_reduce_group"].value
+    communicators = (1 + (asked.replicas > 1) + separate) if asked.device == "cuda" else 0
     if found is None:
-        return Row(plan, optimizer, None, 0, None)
+        return Row(plan, optimizer, None, 0, headroom_of(held, communicators), _assumed(asked, plan, 0, 0))
     blocks = len(found.blocks)
     checkpointed = {"all": blocks, "fit": 0}.get(asked.checkpoint, asked.checkpoint)
     if checkpointed > blocks:
         raise ValueError(f"--checkpoint {checkpointed}: this model has {blocks} blocks")
+    room = room_in(asked.memory, communicators) - held if asked.memory else 0
     if asked.checkpoint == "fit":
-        room = asked.memory - plan.owned_bytes - optimizer
         fewest = found.activations.fewest_checkpointed(room)
         if fewest is None:
-            least = human(round(asked.memory - room) + found.activations.peak(blocks))
-            raise ValueError(f"{ranks} ranks with all {blocks} blocks checkpointed take {least} each: name more ranks")
+            least = held + found.activations.peak(blocks)
+            least += sum(headroom_of(least, communicators).values())
+            told = f"{human(least)} each, headroom included"
+            raise ValueError(f"{ranks} ranks with all {blocks} blocks checkpointed take {told}: name more ranks")
         checkpointed = fewest
-    seconds = None
-    if asked.rate:
-        link = Link(8 / asked.link, asked.latency, asked.hop)
-        seconds = step_time(events_of(plan, found.work_with(checkpointed)), shards, asked.rate, link)
-    return Row(plan, optimizer, found.activations.peak(checkpointed), checkpointed, seconds)
+    activations = found.activations.peak(checkpointed)
+    headroom, assumed = headroom_of(held + activations, communicators), _assumed(asked, plan, checkpointed, blocks)
+    answers: dict[str, str | float | None] = {}
+    if doubled is not None:
+        most = blocks if asked.checkpoint == "fit" else checkpointed
+        largest = found.activations.largest_batch(doubled, asked.batch or BATCH, room, most)
+        answers[f"largest batch, {most} blocks recomputed"] = largest
+    row = Row(plan, optimizer, activations, checkpointed, headroom, assumed, None, answers)
+    if asked.rate is None:
+        return row
+    return _timed(row, found, asked, lambda codec: plan_over(build, mesh, asked.device, compression=codec))
 
 
-def _settings(asked: argparse.Namespace) -> dict[str, Any]:
-    """Return the arguments of ``shard``."""
-    import torch
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-
+def _timed(row: Row, found: Probe, asked: argparse.Namespace, replan: Callable[..., Plan]) -> Row:
+    """Return the row with the times of a step, and answers that follow from them."""
     from yafsdp_cc.compression import Compression
+    from yafsdp_cc.tools.step_time import Link, events_of, step_time
 
-    dtype = torch.bfloat16 if asked.precision == "bf16" else None
-    compression = None
-    if asked.compression or asked.weights:
-        compression = Compression(asked.compression or "fp32", asked.weights)
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
-    return {"mp_policy": policy, "compression": compression, "zero_stage": asked.zero_stage}
+    moved = 2 * (row.plan.parameter_shard_bytes + row.optimizer) + row.plan.gradient_shard_bytes
+    updating = moved / asked.memory_rate if asked.memory_rate else 0.0
+
+    def seconds_of(plan: Plan) -> StepTime:
+        speeds = (8 / asked.link if asked.link and row.ranks > asked.node else 0.0), asked.latency, asked.hop
+        direct = bool(plan.choices) or asked.device == "cpu"
+        link = Link(*speeds, 8 / asked.within if asked.within else 0.0, asked.node, direct)
+        events = events_of(plan, found.work_with(row.checkpointed))
+        return step_time(events, plan.world, asked.rate, link)._replace(optimizer=updating)
+
+    seconds, answers = seconds_of(row.plan), dict(row.answers)
+    if ":" not in asked.model:  # the batch of a user's module:factory is unknown
+        tokens = (asked.batch or BATCH) * (asked.sequence or SEQUENCE) * row.ranks / seconds.total
+        answers |= {"tokens / s of the job": tokens, "tokens / s and rank": tokens / row.ranks}
+        if asked.tokens:
+            answers[f"days for {asked.tokens / 1e9:,.6g} billion tokens"] = asked.tokens / tokens / 86400
+    if asked.peak:
+        forward = sum(each.forward for each in found.work.values())
+        answers["MFU, %"] = 100 * 3 * forward / (seconds.total * asked.peak)
+    exposed: dict[str, float] = {}
+    for gradients, weights in CODECS:
+        name = "exact" if gradients == "fp32" else f"{gradients} / {weights or 'exact'}"
+        plan = replan(Compression(gradients, weights) if gradients != "fp32" else None)
+        exposed[name] = seconds_of(plan).exposed
+        if exposed[name] <= HIDDEN:
+            break
+    best = min(exposed, key=lambda name: exposed[name])
+    hides = exposed[best] <= HIDDEN
+    answers["codec that hides communication"] = best if hides else f"none; {best}: {exposed[best]:.0%} exposed"
+    return row._replace(seconds=seconds, answers=answers)
 
 
-def _text(rows: list[Row], found: Probe | None, asked: argparse.Namespace) -> str:
+def _assumed(asked: argparse.Namespace, plan: Plan, checkpointed: int, blocks: int) -> dict[str, str]:
+    """Return what the estimate assumes, in words."""
+    dtypes = plan.dtypes[0] if plan.dtypes else None
+    assumed = {"batch": "the factory's own"}
+    if ":" not in asked.model:
+        assumed["batch"] = f"{asked.batch or BATCH} x {asked.sequence or SEQUENCE:,} tokens on each rank"
+    assumed["optimizer"] = {"adamw": "AdamW, two numbers for each parameter", "sgd": "SGD, no state"}[asked.optimizer]
+    if dtypes is not None:
+        told = f"parameters {dtypes.parameters}, forward {dtypes.forward}"
+        assumed["precisions"] = f"{told}, gathered {dtypes.gathered}, reduced {dtypes.reduced}"
+    assumed["recomputed"] = {"fit": "as many blocks as must be", "all": "all blocks"}.get(
+        asked.checkpoint, f"{checkpointed} of {blocks} blocks"
+    )
+    if asked.memory:
+        assumed["memory"] = f"{asked.memory / (1 << 30):.1f} GiB, headroom included"
+    if asked.rate:
+        share = f", {asked.rate / asked.peak:.0%} of {asked.gpu}'s peak" if asked.peak else ""
+        assumed["rate"] = f"{asked.rate / 1e12:,.4g} TFLOP/s of a rank{share}"
+        links = [f"{asked.link / 8e9:,.4g} GB/s between nodes" if asked.link else ""]
+        links += [f"{asked.within / 8e9:,.4g} GB/s within nodes of {asked.node}" if asked.within else ""]
+        assumed["links"] = "of a rank, " + ", ".join(filter(None, links))
+    return assumed
+
+
+def _text(rows: list[Row]) -> str:
     from yafsdp_cc.plan.report import human
     from yafsdp_cc.tools.table import table
 
-    ranks = [f"{row.plan.world * row.plan.replicas:,}" for row in rows]
-    plan = rows[0].plan
-    names = dict.fromkeys(name for row in rows for name in row.memory)
-    memory = [(f"  {name}", *(human(row.memory.get(name, 0)) for row in rows)) for name in names]
-    sent = [(f"  {name}", *cells) for name, cells in _sent(rows).items()]
-    lines = [f"{plan.elements:,} parameters in {plan.parameters:,} tensors and {len(plan.units)} units", ""]
-    shown = [("ranks", *ranks), ("held by a rank", *[""] * len(rows)), *memory]
-    shown += [("  total", *(human(sum(row.memory.values())) for row in rows))]
-    shown += [("sent by a rank in a step", *[""] * len(rows)), *sent]
-    if found is not None:
-        blocks = len(found.blocks)
-        shown += [(f"blocks of {blocks} recomputed", *(str(row.checkpointed) for row in rows))]
-    if rows[0].seconds is not None:
-        times = [row.seconds for row in rows if row.seconds is not None]
+    plan, empty = rows[0].plan, [""] * len(rows)
+    lines = [f"{plan.elements:,} parameters in {plan.parameters:,} tensors and {len(plan.units)} units", "", "assumed"]
+    lines += [f"  {name:<12}{told}" for name, told in rows[0].assumed.items()]
+
+    def cells(values: list[dict[str, int]]) -> list[tuple[str, ...]]:
+        names = dict.fromkeys(name for each in values for name in each)
+        return [(f"  {name}", *(human(each.get(name, 0)) for each in values)) for name in names]
+
+    held = [sum(row.memory.values()) for row in rows]
+    totals = [human(size + sum(row.headroom.values())) for size, row in zip(held, rows, strict=True)]
+    shown = [("ranks", *(f"{row.ranks:,}" for row in rows)), ("held by a rank", *empty)]
+    shown += [*cells([row.memory for row in rows]), ("  total", *map(human, held))]
+    shown += [("headroom", *empty), *cells([row.headroom for row in rows]), ("total with headroom", *totals)]
+    shown += [("sent by a rank in a step", *empty), *cells([_sent(row) for row in rows])]
+    shown += [("blocks recomputed", *(str(row.checkpointed) for row in rows))]
+    times = [row.seconds for row in rows if row.seconds is not None]
+    if times:
         shown += [("seconds of a step", *(f"{each.total:.4g}" for each in times))]
+        for name in times[0]._fields:
+            shown += [(f"  {name.replace('_', ' ')}", *(f"{getattr(each, name):.4g}" for each in times))]
+    for name in dict.fromkeys(name for row in rows for name in row.answers):
+        found = [row.answers.get(name) for row in rows]
         shown += [
-            (f"  {name.replace('_', ' ')}", *(f"{each._asdict()[name]:.4g}" for each in times))
-            for name in times[0]._fields
+            (name, *(f"{each:,.{2 * (each < 100)}f}" if isinstance(each, float) else str(each) for each in found))
         ]
-        if ":" not in asked.model:  # the batch of a user's module:factory is unknown
-            tokens = (asked.batch or BATCH) * (asked.sequence or SEQUENCE)
-            shown += [("  tokens / s and rank", *(f"{tokens / each.total:,.0f}" for each in times))]
-    lines.append(table(*shown))
-    if found is not None and found.blocks:
-        block = found.activations.blocks[0]
-        none, every = (human(found.activations.peak(count)) for count in (0, len(found.blocks)))
-        lines += [
-            "",
-            f"A block keeps {human(block.kept)} from its forward to its backward, {human(block.recomputed)} where it "
-            f"is recomputed. Activations are {none} with no block recomputed, {every} with all.",
-        ]
-    return "\n".join(lines)
+    return "\n".join([*lines, "", table(*shown)])
 
 
-def _sent(rows: list[Row]) -> dict[str, list[str]]:
-    from yafsdp_cc.plan.report import human
-
-    sent = [row.plan.communication for row in rows]
-    fields = ["gather_forward", "gather_backward", "reduce", "replicated", "replicas", "total"]
-    cells = {name.replace("_", ", "): [getattr(each, name) for each in sent] for name in fields}
-    return {name: [human(size) for size in sizes] for name, sizes in cells.items() if any(sizes)}
+def _sent(row: Row) -> dict[str, int]:
+    """Return the bytes that a rank sends in a step, by name."""
+    fields = ("gather_forward", "gather_backward", "reduce", "replicated", "replicas", "total")
+    sizes = {name.replace("_", ", "): getattr(row.plan.communication, name) for name in fields}
+    return {name: size for name, size in sizes.items() if size}
 
 
 def _counts(text: str) -> list[int]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import shutil
 import subprocess
 import sys
+from datetime import datetime
 from pathlib import Path
 
 from yafsdp_cc.tools.report.overlap import measure
@@ -40,13 +42,19 @@ def main(argv: list[str]) -> int:
         runs = [page.read_run(file) for file in files if file.suffix == ".jsonl"]
         traces = [measure(read(_exported(file))) for file in files if file.suffix != ".jsonl"]
         sections = [*([page.run_section(runs)] if runs else []), *map(page.trace_section, traces)]
-        asked.output.write_text(page.page(sections), encoding="utf-8")
+        source = f"{datetime.now().astimezone():%Y-%m-%d %H:%M %Z}: {shlex.join(['yafsdp-cc', 'report', *argv])}"
+        verdict = page.run_verdict(runs) if runs else []
+        for found in traces:
+            name = f"{found.trace.title}: " if len(traces) > 1 else ""
+            verdict += [f"{name}{line}" for line in page.trace_verdict(found)]
+        asked.output.write_text(page.page(sections, source, verdict), encoding="utf-8")
     except (UnreadableError, OSError) as error:
         print(f"yafsdp-cc report: {error}", file=sys.stderr)
         return 1
     for run in runs:
         for line in run.cut_off:
             print(f"{run.name}: line {line} is left out: the run was ended while it wrote it", file=sys.stderr)
+    print(source, *verdict, "", sep="\n")
     if runs:
         print(table(*page.run_table(runs)))
     for found in traces:

@@ -36,7 +36,9 @@ def number(value: float) -> str:
     return f"{value:,.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
 
 
-def lines(title: str, across: str, up: str, curves: Mapping[str, Sequence[tuple[float, float]]]) -> str:
+def lines(
+    title: str, across: str, up: str, curves: Mapping[str, Sequence[tuple[float, float]]], from_zero: bool = False
+) -> str:
     """Draw a line for each of ``curves``, points [x, y] by its name, and their legend.
 
     With more than ``MOST_POINTS`` points, a line goes through medians of adjacent ones, and a band covers all of them.
@@ -47,7 +49,10 @@ def lines(title: str, across: str, up: str, curves: Mapping[str, Sequence[tuple[
     (left, right), (low, high) = ((min(axis), max(axis)) for axis in zip(*points, strict=True))
     if low == high:
         low, high = low - 0.5 * abs(low or 1), high + 0.5 * abs(high or 1)
-    low, high = (0.0 if 0 < low < 0.3 * high else low), high + 0.03 * (high - low)
+    if left == right:  # one point: an axis needs a width to have marks
+        left, right = left - 0.5 * abs(left or 1), right + 0.5 * abs(right or 1)
+    low = 0.0 if low > 0 and (from_zero or low < 0.3 * high) else low
+    high += 0.03 * (high - low)
     wide, tall = WIDTH - LEFT - RIGHT, HEIGHT - BOTTOM - TOP
 
     def place(x: float, y: float) -> tuple[float, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from html import escape
+from importlib.resources import files
 from math import nan
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeAlias, get_args
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from pathlib import Path
 
-    from yafsdp_cc.tools.report.overlap import Overlap
+    from yafsdp_cc.tools.report.overlap import Overlap, Slowed
 
 Rows = list[list[str]]
 """A table; the first row is its head, the first column has names."""
@@ -144,19 +145,8 @@ PARTS = ("forward", "backward", "optimizer")
 
 def run_table(runs: Sequence[Run]) -> Rows:
     """Return the figures of runs, a row for each."""
-    head = [
-        "run",
-        "ranks",
-        "steps",
-        "loss",
-        "val loss",
-        "tokens/s",
-        "ms/step",
-        "MB sent/step",
-        "MB owned",
-        "MB planned",
-        "MB at most",
-    ]
+    megabytes = ["MB sent/step", "MB owned", "MB planned", "MB at most"]
+    head = ["run", "ranks", "steps", "loss", "val loss", "tokens/s", "ms/step", *megabytes]
 
     def row(run: Run) -> list[str]:
         step, sent = run.usual("s_per_step"), [run.usual(f"{each}_bytes_per_step") for each in ("gathered", "reduced")]
@@ -176,6 +166,43 @@ def run_table(runs: Sequence[Run]) -> Rows:
         ]
 
     return [head, *map(row, runs)]
+
+
+def run_verdict(runs: Sequence[Run]) -> list[str]:
+    """Return what differs between runs, the largest ratio first; of one run, what takes most of its step."""
+    if len(runs) == 1:
+        run, step = runs[0], runs[0].usual("s_per_step")
+        parts = {each: run.usual(f"{each}_s") or 0.0 for each in PARTS}
+        if not step or not any(parts.values()):
+            return []
+        most = max(parts, key=lambda name: parts[name])
+        return [f"{run.name}: {parts[most] / step:.0%} of a step of {1e3 * step:,.1f} ms is {most}: begin there."]
+    (head, first, *others), told = run_table(runs), []
+    for other in others:
+        pairs = zip(head[3:], first[3:], other[3:], strict=True)
+        figures = {name: [float(cell.replace(",", "")) for cell in cells] for name, *cells in pairs if "-" not in cells}
+        ratios = [(after / before, name) for name, (before, after) in figures.items() if before > 0 and after > 0]
+        ratios = sorted((pair for pair in ratios if pair[0] != 1), key=lambda pair: -max(pair[0], 1 / pair[0]))
+        differs = ", ".join(f"{name} x {ratio:.2f}" for ratio, name in ratios[:5]) or "nothing that the table shows"
+        told.append(f"{other[0]} against {first[0]}: {differs}.")
+    return told
+
+
+def trace_verdict(found: Overlap) -> list[str]:
+    """Return what to change first in a traced step, and the share of the step that it would save at most."""
+    whole = found.trace.end - found.trace.start
+    lost = max(0.0, sum(each.lost_us for each in found.slowed))
+    savings = {
+        "send less, or hide it (compression, a larger batch)": found.communication.exposed,
+        "keep the device busy (input pipeline, host work, small kernels)": found.parts["idle"],
+        "encode less (a cheaper codec)": found.parts["codec"],
+        "let kernels beside communication run undisturbed (fewer NCCL channels)": lost,
+    }
+    first = max(savings, key=lambda name: savings[name])
+    share = savings[first] / whole
+    if share < 0.03:
+        return [f"Computation takes the step: nothing else costs 3 % of it (largest: {first}, {share:.1%})."]
+    return [f"First: {first}. It costs {share:.0%} of a step, {savings[first] / found.trace.steps / 1e3:,.2f} ms."]
 
 
 def run_section(runs: Sequence[Run]) -> str:
@@ -205,7 +232,7 @@ def run_section(runs: Sequence[Run]) -> str:
         charts.lines("Loss against steps", "steps", "loss", curves("loss")),
         charts.lines("Loss against wall-clock", "minutes", "loss", curves("loss", **seconds)),
         charts.lines("Validation loss against wall-clock", "minutes", "loss", curves("val_loss", **seconds)),
-        charts.lines("Speed", "steps", "tokens/s", curves("tokens_per_s")),
+        charts.lines("Speed", "steps", "tokens/s", curves("tokens_per_s"), from_zero=True),
         charts.bars("Time of a step (median)", "milliseconds", {run.name: parts(run) for run in runs}),
         charts.bars("Sent by a rank in a step (median)", "MB", {run.name: megabytes(run, **sent) for run in runs}),
         charts.bars("Memory of a rank against the plan", "MB", memory),
@@ -243,19 +270,26 @@ def trace_tables(found: Overlap) -> dict[str, Rows]:
         "Time": [["kind", "ms/step", "exposed ms/step", "exposed, % of step"], *kinds],
         "Communication by unit": units,
     }
+
+    def lost(*kernels: Slowed) -> str:
+        return f"{sum(each.lost_us for each in kernels) / steps:,.3f}"
+
     if found.slowdown is not None:
-        rows = [
-            [
-                _plain(each.name),
-                str(each.beside),
-                f"{each.alone_us:,.1f}",
-                f"{each.beside_us:,.1f}",
-                f"{each.lost_us / steps:,.3f}",
-            ]
+        named = [
+            [_plain(each.name), str(each.beside), f"{each.alone_us:,.1f}", f"{each.beside_us:,.1f}", lost(each)]
             for each in found.slowed[:8]
         ]
+        rest = (
+            [[f"{len(found.slowed) - 8} other kernels", "", "", "", lost(*found.slowed[8:])]]
+            if found.slowed[8:]
+            else []
+        )
+        rows = [*named, *rest, ["all of them", "", "", "", lost(*found.slowed)]]
         head = ["kernel", "beside", "µs alone", "µs beside", "ms lost/step"]
-        tables[f"Kernels beside communication take {found.slowdown:.2f} times as long as alone"] = [head, *rows]
+        tables[f"All kernels that ran both ways: {found.slowdown:.2f} times as long beside communication"] = [
+            head,
+            *rows,
+        ]
     if found.on_communication_lanes:
         rows = [[_plain(name), f"{time / steps:,.3f}"] for name, time in list(found.on_communication_lanes.items())[:8]]
         tables["On the streams that communicate, beside it"] = [["kernel", "ms/step"], *rows]
@@ -276,7 +310,8 @@ def trace_section(found: Overlap) -> str:
             lanes.setdefault(each.lane, {}).setdefault(each.kind, []).append(span)
     gap = step / 1e3 / 2000  # spans closer together than a picture can show
     drawn = {name: {kind: joined(spans, gap) for kind, spans in lane.items()} for name, lane in lanes.items()}
-    tables = "".join(f"<h3>{escape(title)}</h3>{table_html(rows)}" for title, rows in trace_tables(found).items())
+    shown = (f"<div><h3>{escape(title)}</h3>{table_html(rows)}</div>" for title, rows in trace_tables(found).items())
+    tables = f"<div class=pair>{''.join(shown)}</div>"
     pictures = charts.timeline("The first step", step / 1e3, COLOURS, drawn) + charts.bars(
         "Where a step's time goes, each moment counted once", "milliseconds", {"step": parts}, COLOURS
     )
@@ -296,42 +331,21 @@ def _plain(kernel: str) -> str:
 # The page ------------------------------------------------------------------------------------------------------------
 
 
-STYLE = """
-:root { color-scheme: light dark; --ink: #1c2128; --paper: #fff; --faint: #59636e; --grid: #d8dee4;
-  --c0: #0969da; --c1: #cf6b00; --c2: #1a7f37; --c3: #cf222e; --c4: #8250df; --c5: #0e7f86;
-  --c6: #bf3989; --c7: #6e5b00; --c8: #afb8c1; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e6edf3; --paper: #0d1117; --faint: #9198a1; --grid: #30363d;
-  --c0: #58a6ff; --c1: #f0883e; --c2: #56d364; --c3: #ff7b72; --c4: #bc8cff; --c5: #39c5cf;
-  --c6: #f778ba; --c7: #d4b72c; --c8: #57606a; } }
-body { font: 15px/1.45 system-ui, sans-serif; color: var(--ink); background: var(--paper); max-width: 1500px;
-  margin: 0 auto; padding: 16px; }
-.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 420px), 1fr)); gap: 12px 28px; }
-h2, h3, summary, .legend { overflow-wrap: anywhere; } figure { margin: 8px 0; min-width: 0; }
-figcaption { font-weight: 600; }
-svg { width: 100%; height: auto; } .wide { grid-column: 1 / -1; } .wide svg { min-width: 1200px; }
-svg text { font-size: 13px; fill: var(--faint); } .grid { stroke: var(--grid); }
-polyline:nth-of-type(even) { stroke-dasharray: 7 3; }
-.line { fill: none; stroke-width: 2; stroke-linejoin: round; } .band { opacity: 0.4; stroke-width: 1; }
-.legend { margin: 2px 0; font-size: 13px; }
-.legend span { margin-right: 16px; display: inline-block; }
-.legend i { display: inline-block; width: 11px; height: 11px; margin-right: 5px; border-radius: 2px; }
-.scroll { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-th, td { padding: 3px 12px; text-align: right; border-bottom: 1px solid var(--grid); white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; padding-left: 0; white-space: normal; overflow-wrap: anywhere;
-  min-width: 8em; } pre { overflow-x: auto; font-size: 13px; }
-"""
+STYLE = (files("yafsdp_cc.tools.report") / "style.css").read_text(encoding="utf-8")
 
 
-def page(sections: Iterable[str]) -> str:
-    """Return the whole page."""
+def page(sections: Iterable[str], source: str = "", verdict: Sequence[str] = ()) -> str:
+    """Return the whole page, which begins with its ``source``, the date and command, and the verdict."""
     colours = "".join(
         f"rect.c{i}, path.c{i}, circle.c{i}, .band.c{i} {{ fill: var(--c{i}); }} "
         f".line.c{i}, .band.c{i} {{ stroke: var(--c{i}); }} i.c{i} {{ background: var(--c{i}); }}\n"
         for i in range(9)
     )
     head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
+    told = "".join(f"<p>{escape(line)}</p>" for line in verdict)
+    top = f"<h1>Report</h1><p class=source>{escape(source)}</p>" + (f"<div class=verdict>{told}</div>" if told else "")
     style = f"<title>yafsdp-cc report</title><style>{STYLE}{colours}</style>"
-    return f'<!DOCTYPE html>\n<html lang="en"><head>{head}{style}</head><body>{"".join(sections)}</body></html>\n'
+    return f'<!DOCTYPE html>\n<html lang="en"><head>{head}{style}</head><body>{top}{"".join(sections)}</body></html>\n'
 
 
 def table_html(rows: Rows) -> str:
@@ -339,7 +353,8 @@ def table_html(rows: Rows) -> str:
     head, *body = rows
     cells = "".join(f"<th>{escape(cell)}</th>" for cell in head)
     lines = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in body)
-    return f"<div class=scroll><table><tr>{cells}</tr>{lines}</table></div>"
+    hint = "<p class=hint>swipe the table to see all columns →</p>" if len(head) > 3 else ""
+    return f"{hint}<div class=scroll><table><tr>{cells}</tr>{lines}</table></div>"
 
 
 def _cell(value: float | None, form: str = "") -> str:
