@@ -287,6 +287,7 @@ def test_what_a_server_cannot_do_is_told_to_every_rank() -> None:
         model = net()
         server = ParameterServer(model, lr=0.1, lr_lambda=None if request else fails, max_staleness=None, timeout=30)
         server.pull()
+        dist.barrier()  # a request that fails would end the other rank's first pull
         if dist.get_rank() == 1:
             backward(model, 1, 0)
             if request:

@@ -1,6 +1,6 @@
 """``yafsdp-cc try``: a user's script under several settings for some steps, in one table, with a recommendation.
 
-Each run is a ``yafsdp-cc launch`` of its own, whose ranks ``yafsdp_cc.tools.trial`` watches and ends. Settings take
+Each run is a ``yafsdp-cc launch`` of its own, whose ranks ``tools/trial.py`` watches and ends. Settings take
 turns, so that a machine that slows down slows all of them; a time is the median of the steps of all turns.
 """
 
