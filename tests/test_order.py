@@ -19,6 +19,7 @@ from __future__ import annotations
 import pprint
 import random
 import re
+import signal
 from datetime import timedelta
 from typing import Any
 
@@ -333,6 +334,18 @@ class OnGpu(Pair):
 def play_on_gpu(seed: int) -> None:
     with torch.device("cuda"), as_it_was():
         play(scenario(seed, world=1) | {"optimizer": "sgd"}, OnGpu)
+
+
+@ranks(2)
+def test_ctrl_c_ends_the_wait_for_ranks_that_do_not_come() -> None:
+    loss = yafsdp_cc.shard(torch.nn.Linear(4, 4))(torch.ones(1, 4)).sum()
+    if dist.get_rank() == 0:
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
+        with pytest.raises(KeyboardInterrupt):
+            loss.backward()
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    dist.barrier()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

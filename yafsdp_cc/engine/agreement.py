@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import itertools
 import re
-import time
 import zlib
 from collections import deque
 from contextlib import suppress
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from torch.distributed.distributed_c10d import _get_default_store
 
-from yafsdp_cc.engine.mesh import backend_of, exchange_over_store, is_python_group, timeout_of
+from yafsdp_cc.engine.mesh import backend_of, exchange_over_store, is_python_group, timeout_of, wait_for_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -42,8 +41,6 @@ _SHOWN = 6
 """Number of operations, and of frozen parameters, that an error names for each rank."""
 _KNOWN = 1 << 16
 """Largest number of paths and contexts in ``followers``: all ranks clear theirs at the same operation."""
-_FEW, _PROMPT = 16, 0.003
-"""Up to ``_FEW`` ranks poll for the verdict during ``_PROMPT`` seconds: some stores sleep between two looks."""
 _AGREED, _DIFFERENT = "agreed", "different"
 
 
@@ -110,11 +107,7 @@ class Agreement:
                 self._store.set(f"{key}/over", verdict)
                 self._forget(self._answered)
             else:
-                until, pause = time.monotonic() + _PROMPT, 1e-4
-                while self._world <= _FEW and time.monotonic() < until and not self._store.check([f"{key}/over"]):
-                    time.sleep(pause)
-                    pause *= 2
-                verdict = self._store.get(f"{key}/over").decode()
+                verdict = wait_for_key(self._store, f"{key}/over", self._world)
         except RuntimeError as error:
             raise self.explain(error, describe(None), self._described(operation, flats)) from error
         if verdict != _AGREED:

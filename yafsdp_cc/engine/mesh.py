@@ -264,6 +264,24 @@ def refused_together(*across: dist.ProcessGroup) -> Iterator[None]:
             raise ValueError(f"rank {rank}: {text}")
 
 
+def wait_for_key(store: Store, key: str, world: int) -> str:
+    """Return what one of the ``world`` ranks sets ``key`` to.
+
+    A store's own wait would hold back Ctrl-C. The pauses between two looks grow, so that the last one adds a tenth to
+    the wait at most, and are longer the more ranks look.
+
+    Raises:
+        RuntimeError: no rank has set it within the store's timeout.
+    """
+    started, timeout = time.monotonic(), store.timeout.total_seconds()  # type: ignore[attr-defined]
+    while not store.check([key]):
+        waited = time.monotonic() - started
+        if waited > timeout:
+            raise RuntimeError(f"no answer within {timeout:g} seconds")
+        time.sleep(min(max(waited / 10, 1e-5 * world, 1e-4), 1))
+    return store.get(key).decode()
+
+
 @contextmanager
 def refused_over_store(store: Store, key: str, rank: int, world: int) -> Iterator[None]:
     """Refuse on every rank what one rank refuses within, as ``refused_together``, where collectives may not work.
@@ -288,8 +306,7 @@ def refused_over_store(store: Store, key: str, rank: int, world: int) -> Iterato
     else:
         if store.add(f"{key}/passed", 1) == world:
             store.set(key, "")
-        store.wait([key])
-        if text := store.get(key).decode():
+        if text := wait_for_key(store, key, world):
             refusal = ValueError(text)
     if refusal is not None:
         if store.add(f"{key}/read", 1) == world:
