@@ -38,6 +38,7 @@ from tests.soak import SOAK
 from tests.twins import inputs, mine, numbers, refusal, seeded, square, trains_on, twins, whole
 from yafsdp_cc.batches.skipped import OutsideOnlyError
 from yafsdp_cc.compression.state import local_residuals
+from yafsdp_cc.engine.step_state import StepState, history, transient, unreduced
 from yafsdp_cc.fsdp2.module import require_state
 
 WIDTH, BLOCKS = 32, 4
@@ -246,7 +247,7 @@ class Twin:
                 written = [view for param, view in zip(group.params, group.grads.views, strict=True) if param.written]
                 found["kept"].append([view.clone() for view in written])
         if state.context.replicas is not None:
-            outputs = state.context.replicas._outputs
+            outputs = state.context.replicas.outputs
             found["partial sums"] = [None if each.used is None else each.total.clone() for each in outputs]
         if "compression" in self.plot["settings"]:
             found["residuals"] = local_residuals(state)
@@ -527,6 +528,31 @@ def test_without_a_graph() -> None:
     with torch.inference_mode(), yafsdp_cc.skip_together(model) as attempt:
         assert torch.equal(model(mine(inputs())), truth)
     assert not attempt.skipped
+
+
+@ranks(2)
+def test_a_member_of_a_step_is_declared_in_one_place() -> None:
+    for name, member in {"kept": unreduced(list), "learnt": history(list), "passing": transient(list)}.items():
+        setattr(StepState, name, member)
+    model = yafsdp_cc.shard(Mlp(), units=[nn.Linear])
+    model(mine(inputs())).sum().backward()
+    state = require_state(model)
+    owners: list[Any] = list(state.step_states())
+    assert {type(each).__name__ for each in owners} >= {"FSDPState", "GroupContext", "ParamGroup", "FSDPParam"}
+    assert state.is_idle
+    for each in owners:
+        each.kept, each.learnt = [1], [1]
+    assert not state.is_idle
+    with yafsdp_cc.skip_together(model) as attempt:
+        for each in owners:
+            for values in (each.kept, each.learnt, each.passing):
+                values.append(2)
+        raise ValueError
+    assert attempt.skipped
+    assert [(each.kept, each.learnt, each.passing) for each in owners] == [([1], [1], [])] * len(owners)
+    state.reset()
+    assert [(each.kept, each.learnt, each.passing) for each in owners] == [([], [1], [])] * len(owners)
+    assert state.is_idle
 
 
 @ranks(2)

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from yafsdp_cc.engine.param_group import ParamGroup
     from yafsdp_cc.engine.state import FSDPState
 
 _COMPRESSION = (CompressedSum, CompressionObserver, CompressionError, Encoder, LocalClip, LowRank)
@@ -64,12 +63,11 @@ class BatchRollback:
     def save(self, state: FSDPState) -> None:
         """Save the present state. No forward or backward may be under way, and nothing may be saved already."""
         state.wait_for_transfers()
+        self._undo += [each.save_members() for each in state.step_states()]
         self._save_gradients(state)
-        for group in state.groups:
-            self._save_kept_gradients(group)
-        self._save_unreduced(state)
         self._save_compression(state)
-        self._save_engine(state)
+        for spec in state.specs:  # a loop changes this setting between micro-batches
+            self._undo.append(partial(setattr, spec.settings, "reduces", spec.settings.reduces))
         self._save_buffers(state.model)
         self._save_random_states(state.context.device)
         self._copies = {key: each for key, each in self._copies.items() if key in self._saved}
@@ -113,35 +111,14 @@ class BatchRollback:
             elif grad is not None:
                 self._save_tensor(grad)
             self._undo.append(partial(setattr, parameter, "grad", grad))
-
-    def _save_kept_gradients(self, group: ParamGroup) -> None:
-        """Save a group's gradients that ``set_requires_gradient_sync(False)`` keeps for a later reduce."""
-        grads, deferred = group.grads, {flat: list(used) for flat, used in group.deferred.items()}
-        written = [param.written for param in group.params]
-        if grads is not None:
-            self._save_tensor(grads.buffer.data)
-        self._undo.append(partial(group.restore_grads, grads, deferred, written))
-
-    def _save_unreduced(self, state: FSDPState) -> None:
-        """Save gradients of replicated parameters and partial sums over a shard's ranks for a later backward."""
-        replicated, context = state.replicated, state.context
-        written = [param.written for param in replicated.params]
-        for param in replicated.params:
+        for group in state.groups:
+            if group.grads is not None:  # ``set_requires_gradient_sync(False)`` keeps them for a later reduce
+                self._save_tensor(group.grads.buffer.data)
+                self._undo.append(partial(setattr, group.grads.buffer, "owner", group))
+        for param in state.replicated.params:
             if param.written and param.unsharded_grad is not None:
                 self._save_tensor(param.unsharded_grad)
-        reduced = [(flat, list(used)) for flat, used in context.reduced]
-
-        def undo() -> None:
-            for param, was_written in zip(replicated.params, written, strict=True):
-                param.written = was_written
-            context.reduced = reduced
-
-        self._undo.append(undo)
-        if context.replicas is None:
-            return
-        self._undo.append(partial(setattr, context.replicas, "sums", context.replicas.sums))
-        for output in context.replicas._outputs:
-            self._undo.append(partial(setattr, output, "used", None if output.used is None else list(output.used)))
+        for output in () if state.context.replicas is None else state.context.replicas.outputs:
             if output.used is not None:
                 self._save_tensor(output.total)
 
@@ -175,17 +152,7 @@ class BatchRollback:
             for each in attributes.values():
                 self._save_object(each)
 
-    # Engine, buffers, random states ---------------------------------------------------------------------------------
-
-    def _save_engine(self, state: FSDPState) -> None:
-        """Save settings that a loop changes between micro-batches, and the recorded orders that prefetches follow."""
-        for spec in state.specs:
-            self._undo.append(partial(setattr, spec.settings, "reduces", spec.settings.reduces))
-        self._undo.append(partial(setattr, state, "_orders", dict(state._orders)))
-        for name in ("_seen", "_has_new_grads"):  # all ranks derive from these, alike, which weights to gather anew
-            self._undo.append(partial(setattr, state, name, getattr(state, name)))
-        fingerprint = vars(state.context.fingerprint)
-        self._undo.append(partial(_replace, fingerprint, {name: _shallow(each) for name, each in fingerprint.items()}))
+    # Buffers, random states --------------------------------------------------------------------------------------
 
     def _save_buffers(self, model: nn.Module) -> None:
         for module in model.modules():

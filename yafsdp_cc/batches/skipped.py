@@ -383,8 +383,6 @@ class _Block:
         self._recorders: list[_Recorder] = []
         self._versions = self._weights()
         self._outdated = [state.outdated for state in self.states]
-        self._before = [state.awaited_backwards for state in self.states]
-        """Number of backwards that each model awaited before the block."""
 
     def open(self) -> None:
         """Save the state that the batch may change, and start to record collectives."""
@@ -480,12 +478,11 @@ class _Block:
 
     def _put_back(self) -> None:
         """Complete the issued collectives, and undo what the batch has changed."""
-        for state, before in zip(self.states, self._before, strict=True):
+        for state in self.states:
             if state.retired:
                 continue
             state.context.wait_for_reduces()
             _let_go(state)
-            state.awaited_backwards = before  # backwards of this block's forwards are awaited no more
             state.reset()
         for rollback in self._rollbacks:
             rollback.restore()

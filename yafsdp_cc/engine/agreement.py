@@ -16,11 +16,13 @@ import re
 import zlib
 from collections import deque
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 from torch.distributed.distributed_c10d import _get_default_store
 
 from yafsdp_cc.engine.mesh import backend_of, exchange_over_store, is_python_group, timeout_of, wait_for_key
+from yafsdp_cc.engine.step_state import StepState, history
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -44,7 +46,7 @@ _KNOWN = 1 << 16
 _AGREED, _DIFFERENT = "agreed", "different"
 
 
-class Agreement:
+class Agreement(StepState):
     """Operations that ranks have agreed on, and the questions that they ask each other over the store.
 
     Args:
@@ -53,6 +55,17 @@ class Agreement:
         group: process group of some or all of ``ranks``; fake groups and groups played in Python are never asked.
         device: device of the tensors that the group communicates.
     """
+
+    count: int = history(0)
+    """Number of operations."""
+    path: int = history(0)
+    """Hash of the operations since the last final reduce."""
+    context: int = history(0)
+    """Hash of the last eight operations."""
+    hashes: dict[Operation, int] = history(dict)
+    followers: dict[int, int] = history(dict)
+    """Hash of the operation that has followed each path and each context the last time."""
+    last: deque[Operation] = history(partial(deque, maxlen=_SHOWN))
 
     def __init__(self, rank: int, ranks: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> None:
         self._rank, self._world, self._store = rank, len(ranks), _get_default_store()
@@ -66,13 +79,7 @@ class Agreement:
                 self._store.set_timeout(timeout)
             # Every rank of the model makes its agreements in the same order, so the numbers of one agreement are equal.
             self._key += f"/{self._store.add(f'{self._key}/times of {rank}', 1)}"
-        self.count = self.path = self.context = 0
-        """Number of operations; hashes of the operations since the last final reduce, and of the last eight."""
-        self.hashes: dict[Operation, int] = {}
-        self.followers: dict[int, int] = {}
-        """Hash of the operation that has followed each path and each context the last time."""
-        self.last: deque[Operation] = deque(maxlen=_SHOWN)
-        self._questions = itertools.count()  # a batch that is rolled back does not reset it: no key is used twice
+        self._questions = itertools.count()  # no history that a batch could take back: no key is used twice
         self._answered = ""
 
     def hash(self, operation: Operation) -> int:

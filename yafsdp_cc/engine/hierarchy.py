@@ -26,6 +26,7 @@ import torch
 
 from yafsdp_cc.engine.communicator import Communicator, ScratchBuffers
 from yafsdp_cc.engine.protocols import AllGather, AllReduce
+from yafsdp_cc.engine.step_state import StepState, history, unreduced
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -56,15 +57,16 @@ class ExactAllReduce(AllReduce):
         return self.context.comm.all_reduce(total, async_op)
 
 
-class PartialReduceOutput:
+class PartialReduceOutput(StepState):
     """The partial sum of one ``FlatParam``: [chunk] fp32 or fp64."""
+
+    used: list[bool] | None = unreduced(None)
+    """For each parameter, whether this rank has written a gradient; None while the sum is empty."""
 
     def __init__(self, replicas: Replicas, flat: FlatParam, all_reduce: AllReduce) -> None:
         self.flat = flat
         self.total = torch.zeros(flat.layout.chunks[flat.rank], dtype=flat.sum_dtype, device=flat.device)
         self.handle = replicas.stream.handle()
-        self.used: list[bool] | None = None
-        """For each parameter, whether this rank has written a gradient; None while the sum is empty."""
         self.all_reduce = all_reduce
         self._replicas = replicas
         # On a CPU several all-reduces are in flight at once: each needs its own scratch.
@@ -104,8 +106,15 @@ class PartialReduceOutput:
         self.flat.add_to_grad([(0, self.total)], used)
 
 
+class _ReplicasStep(StepState):
+    """Member of ``Replicas`` that differs from step to step."""
+
+    sums: bool = history(True)
+    """Whether a backward sums over replicas; else its partial sums wait for a later backward."""
+
+
 @dataclass(eq=False)
-class Replicas:
+class Replicas(_ReplicasStep):
     """The partial sums of a model."""
 
     context: CommContext
@@ -114,15 +123,13 @@ class Replicas:
     """Stream that runs nothing but sums over replicas."""
     count_bytes: Callable[[int], None]
     """Function called with the bytes that this rank sends."""
-    sums: bool = True
-    """Whether a backward sums over replicas; else its partial sums wait for a later backward."""
-    _outputs: list[PartialReduceOutput] = field(default_factory=list)
+    outputs: list[PartialReduceOutput] = field(default_factory=list)
 
     def bind(self, flat: FlatParam) -> None:
         """Make the partial sum of ``flat``, and direct sums over its shard's ranks to it."""
         assert flat.all_reduce is not None
         output = PartialReduceOutput(self, flat, flat.all_reduce)
-        self._outputs.append(output)
+        self.outputs.append(output)
         flat.add_sum = output.add
 
     def all_reduce_kept(self) -> None:
@@ -130,35 +137,29 @@ class Replicas:
 
         Issued in the same order on all ranks, with no other all-reduce in flight.
         """
-        for output in self._outputs:
+        for output in self.outputs:
             if output.used is not None:
                 output.issue_all_reduce()
         self.wait()
 
     def wait(self) -> None:
         """Wait for all issued sums over replicas."""
-        for output in self._outputs:
+        for output in self.outputs:
             output.handle.wait()
 
-    def reset(self) -> None:
-        """Drop all partial sums, those in flight included."""
-        for output in self._outputs:
+    def abandon(self) -> None:
+        """Drop the sums over replicas that are in flight."""
+        for output in self.outputs:
             output.handle.abandon()
-            output.used = None
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether no partial sum waits to be summed over replicas."""
-        return all(output.used is None for output in self._outputs)
 
     def planned_bytes(self) -> int:
         """Return the bytes that this rank sends to sum all partial sums once, after any warm-up."""
-        return sum(output.all_reduce.planned_bytes() for output in self._outputs)
+        return sum(output.all_reduce.planned_bytes() for output in self.outputs)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the partial sums and their scratch."""
-        return self.context.scratch.nbytes + sum(output.nbytes for output in self._outputs)
+        return self.context.scratch.nbytes + sum(output.nbytes for output in self.outputs)
 
 
 class SecondaryAllGather(AllGather):

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from yafsdp_cc.engine.buffers import offsets_of
+from yafsdp_cc.engine.step_state import StepState, transient, unreduced
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -36,7 +37,7 @@ _GRAD_REFERENCES, _LOCAL_REFERENCES = 2, 3
 """Results of ``sys.getrefcount`` for a gradient, and for its local tensor, that only their ``FSDPParam`` refers to."""
 
 
-class FSDPParam:
+class FSDPParam(StepState):
     """One parameter of a group, sharded or, where it is too small for that, replicated.
 
     Args:
@@ -45,6 +46,11 @@ class FSDPParam:
         extent: its place in the flat buffer.
         wrap: makes the sharded tensor that users see from this rank's range of the parameter or of its gradient.
     """
+
+    is_withheld: bool = transient(False)
+    """Whether ``grad`` has sums that ``parameter.grad`` may show only when some rank is known to have used it."""
+    written: bool = unreduced(False)
+    """Whether a backward has written to ``unsharded_grad`` since the last reduce."""
 
     def __init__(
         self,
@@ -82,14 +88,10 @@ class FSDPParam:
         self.grad: DTensor
         """Sharded tensor that ``parameter.grad`` is set to: always the same object, unless somebody refers to it."""
         self.local_grad: Tensor
-        self.is_withheld = False
-        """Whether ``grad`` has sums that ``parameter.grad`` may show only when some rank is known to have used it."""
         self.unsharded_grad: Tensor | None = None
         """View of the gradient buffer that the backward under way writes the gradient to."""
         self.accepts_in: int | None = None
         """The backward (graph task) that ``unsharded_grad`` is for; None: any."""
-        self.written = False
-        """Whether a backward has written to ``unsharded_grad``."""
         self.acquire_grad_buffer: Callable[[], None]
         """Sets ``unsharded_grad``, unless the backward does not want the parameters' gradients."""
 

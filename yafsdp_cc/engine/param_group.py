@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from yafsdp_cc.engine.buffers import Buffer, BufferPool
 from yafsdp_cc.engine.param import UnshardedGrads, UnshardedParams, unsharded_bytes, unsharded_grad_bytes
+from yafsdp_cc.engine.step_state import StepState, transient, unreduced
 from yafsdp_cc.engine.streams import CommHandle
 from yafsdp_cc.profiling import Span
 
@@ -47,8 +48,21 @@ _log = logging.getLogger("yafsdp_cc")
 _Result = TypeVar("_Result")
 
 
+class _ContextStep(StepState):
+    """Members of a ``GroupContext`` that a step changes."""
+
+    in_forward: bool = transient(False)
+    """Whether a forward of the root, or of a group by itself, is under way."""
+    last_reduce: CommHandle | None = transient(None)
+    """Handle of the reduce or deferral that was issued last in the backward under way."""
+    in_flight: list[Buffer] = transient(list)
+    """Gradient buffers that the reduce stream may still read; overflow buffers have no other reference."""
+    reduced: list[tuple[FlatParam, list[bool]]] = unreduced(list)
+    """Flat parameters reduced in this backward, and for each of their parameters whether this rank wrote it."""
+
+
 @dataclass(eq=False)
-class GroupContext:
+class GroupContext(_ContextStep):
     """State that the groups of one root share: streams, buffers, and reduces in flight."""
 
     info: MeshInfo
@@ -71,16 +85,8 @@ class GroupContext:
     """The sums over replicas; None without replicas."""
     passes: int = 0
     """Number of forwards, backwards and ``reshard()`` calls so far: after each, the caller may write to shards."""
-    in_forward: bool = False
-    """Whether a forward of the root, or of a group by itself, is under way."""
     weight_pools: dict[Role, BufferPool] = field(default_factory=dict)
     grad_pools: dict[Role, BufferPool] = field(default_factory=dict)
-    last_reduce: CommHandle | None = None
-    """Handle of the reduce or deferral that was issued last in the backward under way."""
-    in_flight: list[Buffer] = field(default_factory=list)
-    """Gradient buffers that the reduce stream may still read; overflow buffers have no other reference."""
-    reduced: list[tuple[FlatParam, list[bool]]] = field(default_factory=list)
-    """Flat parameters reduced in this backward, and for each of their parameters whether this rank wrote it."""
     traces: bool = False
     """Whether a profiler records ranges; read once per forward and backward."""
     has_warned: bool = False
@@ -162,9 +168,7 @@ class GroupContext:
         """Drop reduces in flight, after an interrupted backward."""
         for buffer in self.in_flight:
             buffer.handle.abandon()
-        self.last_reduce = None
-        self.in_flight.clear()
-        self.reduced.clear()
+        self.drop_members()
 
     def warn_of_kept_grads(self) -> None:
         """Warn once of the memory that unsharded gradients take that are kept from one backward to the next."""
@@ -181,7 +185,7 @@ class GroupContext:
         self.has_warned = True
 
 
-class ParamGroup:
+class ParamGroup(StepState):
     """One group in one assembly of the engine.
 
     Args:
@@ -189,6 +193,19 @@ class ParamGroup:
         spec: its parameters and settings.
         role: decides which buffers the group takes.
     """
+
+    held: UnshardedParams | None = transient(None)
+    """Weights gathered outside of a forward, by ``unshard()`` of the module."""
+    registered: list[Sequence[Tensor]] = transient(list)
+    """Weights that the modules show as their parameters, one entry per call under way, the innermost last."""
+    registers_held: bool = transient(False)
+    """Whether the modules show the held weights."""
+    accepts_in: int | None = transient(None)
+    """The backward (graph task) that last asked whether to write gradients; -1 outside of one."""
+    grads: UnshardedGrads | None = unreduced(None)
+    """The gradient buffer, from the first gradient to the reduce."""
+    deferred: dict[FlatParam, list[bool]] = unreduced(dict)
+    """For each flat parameter with deferred gradients (``_defer``), which parameters have some."""
 
     def __init__(self, context: GroupContext, spec: ParamGroupSpec, role: Role) -> None:
         self.context = context
@@ -201,14 +218,6 @@ class ParamGroup:
         """Number among the groups of its role."""
         self.unsharded: UnshardedParams
         """The weights in the assigned buffer."""
-        self.held: UnshardedParams | None = None
-        """Weights gathered outside of a forward, by ``unshard()`` of the module."""
-        self.registered: list[Sequence[Tensor]] = []
-        """Weights that the modules show as their parameters, one entry per call under way, the innermost last."""
-        self.grads: UnshardedGrads | None = None
-        """The gradient buffer, from the first gradient to the reduce."""
-        self.deferred: dict[FlatParam, list[bool]] = {}
-        """For each flat parameter with deferred gradients (``_defer``), which parameters have some."""
         self.is_alone_in_grad_buffer = False
         """Whether no other group writes gradients to this group's buffer."""
         self.replicated: tuple[FSDPParam, ...] = ()
@@ -223,9 +232,6 @@ class ParamGroup:
         self.forward_prefetch: tuple[ParamGroup, ...] = ()
         """Groups that ``GroupSettings.forward_prefetch`` names."""
         self.backward_prefetch: tuple[ParamGroup, ...] = ()
-        self.registers_held = False
-        self.accepts_in: int | None = None
-        """The backward (graph task) that last asked whether to write gradients; -1 outside of one."""
         self._assigned_grads: UnshardedGrads | None = None
         self._kept_grads: UnshardedGrads | None = None
         """Gradients that accumulate over backwards that do not reduce."""
@@ -454,18 +460,6 @@ class ParamGroup:
         self.grads = grads = self._free_grads(flats)
         grads.buffer.owner = self
         self.context.wait(grads.buffer.handle)  # the previous owner's reduce has finished reading the buffer
-        for param in self.params:
-            param.written = False
-
-    def restore_grads(
-        self, grads: UnshardedGrads | None, deferred: dict[FlatParam, list[bool]], written: Sequence[bool]
-    ) -> None:
-        """Restore gradients that were kept for a later reduce, and the flags of parameters that have some."""
-        self.grads, self.deferred = grads, deferred
-        for param, was_written in zip(self.params, written, strict=True):
-            param.written = was_written
-        if grads is not None:
-            grads.buffer.owner = self
 
     def _check_not_unfrozen(self, grads: UnshardedGrads) -> None:
         """Raise a ``RuntimeError`` if a parameter was unfrozen that the buffer of earlier micro-batches lacks."""
@@ -570,6 +564,8 @@ class ParamGroup:
                     written[place] |= before
         self.stop_accepting_grads()
         self.grads = grads.buffer.owner = None
+        for param in grads.params:
+            param.written = False
         return used
 
     def reset(self) -> None:
@@ -579,12 +575,11 @@ class ParamGroup:
             self.register_sharded()
         self.registers_held = False  # the modules show none of the held weights any more
         self.release_held()
-        grads, self.grads = self.grads, None
-        if grads is not None:
-            grads.buffer.owner = None
+        if self.grads is not None:
+            self.grads.buffer.owner = None
         self.unsharded.buffer.users = 0
-        self.deferred.clear()
         self.stop_accepting_grads()
+        self.drop_members()
         for leaf in self.unsharded.leaves:  # reentrant checkpointing leaves gradients in leaves
             leaf.grad = None
 

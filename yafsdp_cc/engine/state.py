@@ -39,6 +39,7 @@ from yafsdp_cc.engine.autograd import convert, convert_tensors, gate, gate_tenso
 from yafsdp_cc.engine.mesh import all_gather_objects, all_groups
 from yafsdp_cc.engine.param_group import prefetch
 from yafsdp_cc.engine.replicated import FINAL_REDUCE, hand_out_grads, usage_flags
+from yafsdp_cc.engine.step_state import StepState, history, transient
 from yafsdp_cc.profiling import NVTX_LISTENS, Span
 
 if TYPE_CHECKING:
@@ -74,8 +75,32 @@ def engine_of(param: FSDPParam) -> FSDPState | None:
     return engine
 
 
+class _ModelStep(StepState):
+    """Members of an ``FSDPState`` that a step changes."""
+
+    iteration: IterationState | None = transient(None)
+    """The forward under way."""
+    _caller: _Caller | None = transient(None)
+    """Caller of the forward of the root module that is under way."""
+    interrupted: bool = transient(False)
+    """Whether a forward was given up before it could be entered in full."""
+    entered: dict[nn.Module, list[Callable[[Any], Any] | None]] = transient(dict)
+    """Functions to run on the outputs of modules whose forwards are under way, the innermost forward's last."""
+    backwards: list[Backward] = transient(list)
+    """Backwards under way, each within the one before it; an exception that ends one leaves it in this list."""
+    awaited_backwards: int = history(0)
+    """Number of forwards at the weights of ``_awaited_version`` whose backwards may come."""
+    _awaited_version: int = history(-1)
+    _seen: tuple[int, bool, bool] = history((0, True, True))
+    """``steps`` at the last forward, whether gradients were enabled then, and whether the model was in training."""
+    _has_new_grads: bool = history(False)
+    """Whether a backward has made gradients final since the last forward."""
+    _orders: dict[nn.Module, list[ParamGroup]] = history(dict)
+    """Groups of each called module in the order of its last forward; for the root, module order at first."""
+
+
 @dataclass(eq=False, repr=False)
-class FSDPState:
+class FSDPState(_ModelStep):
     """The engine of one root module, in one assembly."""
 
     model: nn.Module
@@ -110,31 +135,13 @@ class FSDPState:
         """Whether a setting has changed that only another assembly applies."""
         self.retired = False
         """Whether another assembly has taken the parameters over."""
-        self.interrupted = False
-        """Whether a forward was given up before it could be entered in full."""
         self.steps = 0
         """Number of steps of torch's optimizers over parameters of this engine, or over the memory of its shards."""
-        self._seen = (0, True, True)
-        """``steps`` at the last forward, whether gradients were enabled then, and whether the model was in training."""
-        self._has_new_grads = False
-        """Whether a backward has made gradients final since the last forward."""
         self.post_optim_event: tuple[torch.Event, list[tuple[int, ...]]] | None = None
         """Event that all-gathers wait for instead of the caller's stream, while weights have these versions."""
-        self.iteration: IterationState | None = None
-        """The forward under way."""
-        self.entered: dict[nn.Module, list[Callable[[Any], Any] | None]] = {}
-        """Functions to run on the outputs of modules whose forwards are under way, the innermost forward's last."""
         self._iterations: weakref.WeakSet[IterationState] = weakref.WeakSet()
         """Iterations whose graphs are alive: other ones on other ranks, as Python frees them when it likes."""
-        self.awaited_backwards = 0
-        """Number of forwards at the weights of ``_awaited_version`` whose backwards may come."""
-        self._awaited_version = -1
-        self.backwards: list[Backward] = []
-        """Backwards under way, each within the one before it; an exception that ends one leaves it in this list."""
-        self._caller: _Caller | None = None
-        """Caller of the forward of the root module that is under way."""
-        self._orders = {self.model: [group for group in self.groups if group is not self.root_group]}
-        """Groups of each called module in the order of its last forward; for the root, module order at first."""
+        self._orders[self.model] = [group for group in self.groups if group is not self.root_group]
         self.called = self.model
         """Module, the root or a part of it, whose forward was called last."""
         self.order: list[ParamGroup] = []
@@ -155,9 +162,13 @@ class FSDPState:
     @property
     def is_idle(self) -> bool:
         """Whether no gradient is on its way: all that were written have been reduced to the end."""
-        context = self.context
-        is_reduced = not context.reduced and (context.replicas is None or context.replicas.is_idle)
-        return is_reduced and not any(group.deferred or group.grads is not None for group in self.groups)
+        return not any(each.has_unreduced() for each in self.step_states())
+
+    def step_states(self) -> Iterator[StepState]:
+        """Return all objects of the engine that have members which a step changes."""
+        replicas = self.context.replicas
+        yield from (self, self.context, self.context.fingerprint, *self.groups, *self.params)
+        yield from () if replicas is None else (replicas, *replicas.outputs)
 
     @property
     def awaits_backward(self) -> bool:
@@ -619,32 +630,28 @@ class FSDPState:
     def reset(self) -> None:
         """Drop the state of an interrupted forward or backward, and gradients that are not reduced yet."""
         context = self.context
-        if any(group.grads is not None or group.deferred for group in self.groups):
+        if any(group.has_unreduced() for group in self.groups):
             logging.getLogger("yafsdp_cc").warning(
                 "a forward or backward was interrupted: gradients not reduced yet are dropped, those kept by "
                 "set_requires_gradient_sync(False) too. Call zero_grad(), and run all micro-batches of the step again"
             )
         context.reset()
         if context.replicas is not None:
-            context.replicas.reset()
+            context.replicas.abandon()
         for group in self.groups:  # prefetched all-gathers read state of collectives that is dropped below
             group.unsharded.buffer.handle.wait()
         for flat in self.flats:
             flat.reset_collectives()
         self.wait_for_transfers()
         context.gather_stream.wait_for_caller()  # an interrupted user of a buffer has recorded no event
-        self.backwards.clear()
         for group in self.groups:
             group.reset()
-        for param in self.params:
-            param.is_withheld = False
         self.replicated.reset()
         self.replicated.register_sharded()
         for iteration in self._iterations:
             iteration._steps = []
-        self.entered.clear()
-        self.iteration = self._caller = None
-        context.in_forward = self.interrupted = False
+        for each in self.step_states():
+            each.drop_members()
 
 
 class GroupForward(NamedTuple):
