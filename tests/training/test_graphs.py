@@ -84,6 +84,19 @@ def test_settings_wait_for_awaited_backwards() -> None:
 
 
 @ranks(2)
+def test_settings_wait_for_gradients_of_small_parameters_that_are_kept() -> None:
+    model, plain = twins(Mlp)
+    for each in (model, plain):
+        each.requires_grad_(False)
+        each.leave.bias.requires_grad_()
+    for step, is_last in enumerate((False, True)):
+        model.set_requires_gradient_sync(is_last)
+        square(model, mine(inputs(step=step))).backward()
+        model.set_reshard_after_forward(is_last)
+    same_gradients(model, added(*(means(plain, square, inputs(step=step)) for step in (0, 1))), within=1e-6)
+
+
+@ranks(2)
 def test_no_backward_is_awaited_behind_an_optimizer_step() -> None:
     """Also where nothing that is sharded is trained."""
     model, _ = twins(Mlp)

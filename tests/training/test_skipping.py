@@ -38,6 +38,7 @@ from tests.soak import SOAK
 from tests.twins import inputs, mine, numbers, refusal, seeded, square, trains_on, twins, whole
 from yafsdp_cc.batches.skipped import OutsideOnlyError
 from yafsdp_cc.compression.state import local_residuals
+from yafsdp_cc.engine import step_state
 from yafsdp_cc.engine.step_state import StepState, history, transient, unreduced
 from yafsdp_cc.fsdp2.module import require_state
 
@@ -534,6 +535,7 @@ def test_without_a_graph() -> None:
 def test_a_member_of_a_step_is_declared_in_one_place() -> None:
     for name, member in {"kept": unreduced(list), "learnt": history(list), "passing": transient(list)}.items():
         setattr(StepState, name, member)
+    step_state._known.clear()
     model = yafsdp_cc.shard(Mlp(), units=[nn.Linear])
     model(mine(inputs())).sum().backward()
     state = require_state(model)

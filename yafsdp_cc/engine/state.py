@@ -39,7 +39,7 @@ from yafsdp_cc.engine.autograd import convert, convert_tensors, gate, gate_tenso
 from yafsdp_cc.engine.mesh import all_gather_objects, all_groups
 from yafsdp_cc.engine.param_group import prefetch
 from yafsdp_cc.engine.replicated import FINAL_REDUCE, hand_out_grads, usage_flags
-from yafsdp_cc.engine.step_state import StepState, history, transient
+from yafsdp_cc.engine.step_state import StepState, history, transient, unreduced
 from yafsdp_cc.profiling import NVTX_LISTENS, Span
 
 if TYPE_CHECKING:
@@ -93,6 +93,8 @@ class _ModelStep(StepState):
     _awaited_version: int = history(-1)
     _seen: tuple[int, bool, bool] = history((0, True, True))
     """``steps`` at the last forward, whether gradients were enabled then, and whether the model was in training."""
+    _keeps_grads: bool = unreduced(False)
+    """Whether a backward has left gradients for a later one to sum."""
     _has_new_grads: bool = history(False)
     """Whether a backward has made gradients final since the last forward."""
     _orders: dict[nn.Module, list[ParamGroup]] = history(dict)
@@ -162,7 +164,10 @@ class FSDPState(_ModelStep):
     @property
     def is_idle(self) -> bool:
         """Whether no gradient is on its way: all that were written have been reduced to the end."""
-        return not any(each.has_unreduced() for each in self.step_states())
+        replicas = self.context.replicas
+        outputs = () if replicas is None else replicas.outputs
+        # not over parameters: ranks write different ones, and all have to find the same here
+        return not any(each.has_unreduced() for each in (self, self.context, *self.groups, *outputs))
 
     def step_states(self) -> Iterator[StepState]:
         """Return all objects of the engine that have members which a step changes."""
@@ -556,7 +561,8 @@ class FSDPState(_ModelStep):
                 if on_leaves or group.grads is not None or group.deferred:
                     group.post_backward()
             sums_over_replicas = context.replicas is None or context.replicas.sums
-            if sums_over_replicas and any(spec.settings.reduces for spec in self.specs):
+            self._keeps_grads = not (sums_over_replicas and any(spec.settings.reduces for spec in self.specs))
+            if not self._keeps_grads:
                 self._make_grads_final()
         context.wait_for_reduces()  # a backward that reduces nothing has encoded deferred gradients
         for group in self.groups:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from typing_extensions import Self
 
@@ -49,34 +49,42 @@ class StepState:
 
     def __new__(cls, *_: Any, **__: Any) -> Self:
         made = super().__new__(cls)
-        for name, member in cls._members():
+        for name, member in _members_of(cls):
             setattr(made, name, member.make())
         return made
 
-    @classmethod
-    def _members(cls) -> Iterator[tuple[str, _Member]]:
-        for base in cls.__mro__:
-            yield from ((name, each) for name, each in vars(base).items() if type(each) is _Member)
-
     def has_unreduced(self) -> bool:
         """Return whether a gradient is on its way."""
-        return any(getattr(self, name) for name, each in self._members() if each.is_dropped and each.is_saved)
+        members = _members_of(type(self))
+        return any(getattr(self, name) for name, each in members if each.is_dropped and each.is_saved)
 
     def drop_members(self) -> None:
         """Give all members but the history their first values."""
-        for name, member in self._members():
+        for name, member in _members_of(type(self)):
             if member.is_dropped:
                 setattr(self, name, member.make())
 
     def save_members(self) -> Callable[[], None]:
         """Return a function that gives gradients on their way and the history the values they have now."""
-        saved = [(name, _copied(getattr(self, name))) for name, each in self._members() if each.is_saved]
+        saved = [(name, _copied(getattr(self, name))) for name, each in _members_of(type(self)) if each.is_saved]
 
         def restore() -> None:
             for name, value in saved:
                 setattr(self, name, value)
 
         return restore
+
+
+_known: dict[type, list[tuple[str, _Member]]] = {}
+"""Results of ``_members_of``."""
+
+
+def _members_of(kind: type) -> list[tuple[str, _Member]]:
+    """Return the members that a class and its bases declare, with their names."""
+    if kind not in _known:
+        named = [pair for base in kind.__mro__ for pair in vars(base).items()]
+        _known[kind] = [(name, each) for name, each in named if type(each) is _Member]
+    return _known[kind]
 
 
 def _copied(value: Any) -> Any:
