@@ -32,7 +32,8 @@ from yafsdp_cc.compression.config import EXACT as NO_CODEC
 from yafsdp_cc.compression.fallback import CodecFallback
 from yafsdp_cc.compression.schedule import CompressionSchedule
 from yafsdp_cc.config import run_settings
-from yafsdp_cc.engine.mesh import MeshInfo, all_groups, broadcast_values, check_settings, refused_together
+from yafsdp_cc.engine.checks import check_settings, refused_together
+from yafsdp_cc.engine.mesh import MeshInfo, all_groups, broadcast_values
 from yafsdp_cc.engine.spec import EXACT, Counters, spec_of, specs_below
 from yafsdp_cc.forms.offload import HostMemory
 from yafsdp_cc.forms.spmd import data_parallel_mesh, without_data_parallel

@@ -26,10 +26,10 @@ from tests.nccl import CPU, ORDERS, Hang, Nccl, Rank, ring, tree
 from tests.ranks import ranks
 from tests.soak import also
 from yafsdp_cc.engine import mesh
+from yafsdp_cc.engine.agreement import refused_over_store
 from yafsdp_cc.engine.collectives import ExactReduceScatter
 from yafsdp_cc.engine.communicator import CommContext, Communicator, ScratchBuffers
 from yafsdp_cc.engine.divisor import Divisor
-from yafsdp_cc.engine.mesh import refused_over_store
 from yafsdp_cc.engine.param import ShardedGrad
 from yafsdp_cc.engine.replicated import ReplicatedParams, usage_flags
 from yafsdp_cc.engine.streams import comm_stream

@@ -13,22 +13,26 @@ from __future__ import annotations
 
 import itertools
 import re
+import time
 import zlib
 from collections import deque
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 from torch.distributed.distributed_c10d import _get_default_store
 
-from yafsdp_cc.engine.mesh import backend_of, exchange_over_store, is_python_group, timeout_of, wait_for_key
+from yafsdp_cc.engine.checks import table_of_ranks
+from yafsdp_cc.engine.mesh import backend_of, is_python_group, timeout_of
 from yafsdp_cc.engine.step_state import StepState, history
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     import torch
     import torch.distributed as dist
+    from torch._C._distributed_c10d import Store
 
     from yafsdp_cc.engine.param import FlatParam
     from yafsdp_cc.engine.streams import CommHandle
@@ -165,3 +169,91 @@ def _next_number(before: Operation, after: Operation) -> tuple[int, int] | None:
     if not is_like or len(places) != 1 or places[0] % 2 == 0:
         return None
     return places[0], int(new[places[0]]) - int(old[places[0]])
+
+
+# What ranks tell each other over the store, where collectives may not work --------------------------------------------
+
+
+def wait_for_key(store: Store, key: str, world: int) -> str:
+    """Return what one of the ``world`` ranks sets ``key`` to.
+
+    A store's own wait would hold back Ctrl-C. The pauses between two looks grow, so that the last one adds a tenth to
+    the wait at most, and are longer the more ranks look.
+
+    Raises:
+        RuntimeError: no rank has set it within the store's timeout.
+    """
+    started, timeout = time.monotonic(), store.timeout.total_seconds()  # type: ignore[attr-defined]
+    while not store.check([key]):
+        waited = time.monotonic() - started
+        if waited > timeout:
+            raise RuntimeError(f"no answer within {timeout:g} seconds")
+        time.sleep(min(max(waited / 10, 1e-5 * world, 1e-4), 1))
+    return store.get(key).decode()
+
+
+@contextmanager
+def refused_over_store(store: Store, key: str, rank: int, world: int) -> Iterator[None]:
+    """Refuse on every rank what one rank refuses within, as ``refused_together``, where collectives may not work.
+
+    Args:
+        store: of all ranks.
+        key: of what is done within, the same on the ``world`` ranks that take part and used by no others.
+        rank: this rank's number among those that use the store.
+        world: how many ranks take part.
+
+    Raises:
+        ValueError: on the other ranks, with the message of a rank that refuses.
+        RuntimeError: a rank neither refuses nor comes through before the store's timeout.
+    """
+    key = f"{key}/{store.add(f'{key}/times of {rank}', 1)}"  # ranks count alike: each time is a key of its own
+    refusal: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        refusal = error
+        store.set(key, f"rank {rank}: {error}")
+    else:
+        if store.add(f"{key}/passed", 1) == world:
+            store.set(key, "")
+        if text := wait_for_key(store, key, world):
+            refusal = ValueError(text)
+    if refusal is not None:
+        if store.add(f"{key}/read", 1) == world:
+            store.set(f"{key}/over", "")
+        with suppress(RuntimeError):  # the process that raises first may hold the store
+            store.wait([f"{key}/over"], timedelta(seconds=_TIMEOUT))
+        raise refusal
+
+
+_TIMEOUT, _GLANCE = 5.0, 0.05
+"""Seconds that all ranks together have to answer, and that each has at least."""
+_NAMED = 8
+"""Ranks without an answer that an error names."""
+
+
+def exchange_over_store(store: Store, key: str, rank: int, world: int, text: str) -> tuple[str, str]:
+    """Tell the other ranks ``text`` where collectives no longer work.
+
+    Returns:
+        Why that may be, and the texts of all ranks that answer, as lines.
+    """
+    until, answers = time.monotonic() + _TIMEOUT, []
+    with suppress(RuntimeError, ValueError):  # the store may be gone with the rank or the launcher that held it
+        store.set(f"{key}/{rank}", text)
+    for other in range(world):
+        try:
+            left = max(until - time.monotonic(), _GLANCE)
+            store.wait([f"{key}/{other}"], timedelta(seconds=left))
+            answers.append(store.get(f"{key}/{other}").decode())
+        except (RuntimeError, ValueError):
+            answers.append(text if other == rank else "no answer")
+    silent = [str(other) for other, answer in enumerate(answers) if answer == "no answer"]
+    reason = "every rank must issue the same operations in the same order"
+    if silent:
+        who = ", ".join(silent[:_NAMED]) + (f" and {len(silent) - _NAMED} more" if len(silent) > _NAMED else "")
+        reason = (
+            f"no answer from rank {who}, which ended or hangs: see its own output. A rank with fewer batches than the "
+            "others needs yafsdp_cc.uneven(model); a forward, evaluation's too, must not stand under `if rank == 0`"
+        )
+    return reason, table_of_ranks(answers)

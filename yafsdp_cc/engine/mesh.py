@@ -1,4 +1,4 @@
-"""The ranks of a sharded model: its device mesh, what they agree on, and how fast their links are.
+"""The ranks of a sharded model: its device mesh, tensors over its groups, and how fast their links are.
 
 A mesh is ``(shard,)`` or, with replicas, ``(replicate, shard)``, torch's order for hybrid sharding (HSDP). Parameters
 are sharded across the last dimension; ranks along the first one hold the same shard.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 import weakref
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
@@ -18,10 +17,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Sequence
 
     from torch import Tensor
-    from torch._C._distributed_c10d import Store
 
 T = TypeVar("T")
 
@@ -229,160 +227,6 @@ def allocate(nbytes: int, device: torch.device, group: dist.ProcessGroup | None 
         memory: Tensor = backend.allocate_tensor(nbytes, dtype=torch.uint8, device=device)
         return memory
     return torch.empty(nbytes, dtype=torch.uint8, device=device)
-
-
-# What ranks agree on: checks that one rank alone may fail are made collective before anyone raises -------------------
-
-
-def all_gather_objects(item: T, across: Sequence[dist.ProcessGroup]) -> list[T]:
-    """Return every rank's item, in the order of a mesh whose last dimension comes first."""
-    items = [item]
-    for group in (each for each in across if each.size() > 1):
-        theirs: list[list[T]] = [items] * group.size()
-        dist.all_gather_object(theirs, items, group=group)
-        items = [each for some in theirs for each in some]
-    return items
-
-
-@contextmanager
-def refused_together(*across: dist.ProcessGroup) -> Iterator[None]:
-    """Refuse on every rank what one rank refuses within, so that none waits for it in vain.
-
-    Raises:
-        ValueError: on the other ranks, with that rank's message.
-    """
-    refusal: Exception | None = None
-    try:
-        yield
-    except Exception as error:
-        refusal = error
-    refusals = all_gather_objects(None if refusal is None else str(refusal), across)
-    if refusal is not None:
-        raise refusal
-    for rank, text in enumerate(refusals):
-        if text is not None:
-            raise ValueError(f"rank {rank}: {text}")
-
-
-def wait_for_key(store: Store, key: str, world: int) -> str:
-    """Return what one of the ``world`` ranks sets ``key`` to.
-
-    A store's own wait would hold back Ctrl-C. The pauses between two looks grow, so that the last one adds a tenth to
-    the wait at most, and are longer the more ranks look.
-
-    Raises:
-        RuntimeError: no rank has set it within the store's timeout.
-    """
-    started, timeout = time.monotonic(), store.timeout.total_seconds()  # type: ignore[attr-defined]
-    while not store.check([key]):
-        waited = time.monotonic() - started
-        if waited > timeout:
-            raise RuntimeError(f"no answer within {timeout:g} seconds")
-        time.sleep(min(max(waited / 10, 1e-5 * world, 1e-4), 1))
-    return store.get(key).decode()
-
-
-@contextmanager
-def refused_over_store(store: Store, key: str, rank: int, world: int) -> Iterator[None]:
-    """Refuse on every rank what one rank refuses within, as ``refused_together``, where collectives may not work.
-
-    Args:
-        store: of all ranks.
-        key: of what is done within, the same on the ``world`` ranks that take part and used by no others.
-        rank: this rank's number among those that use the store.
-        world: how many ranks take part.
-
-    Raises:
-        ValueError: on the other ranks, with the message of a rank that refuses.
-        RuntimeError: a rank neither refuses nor comes through before the store's timeout.
-    """
-    key = f"{key}/{store.add(f'{key}/times of {rank}', 1)}"  # ranks count alike: each time is a key of its own
-    refusal: Exception | None = None
-    try:
-        yield
-    except Exception as error:
-        refusal = error
-        store.set(key, f"rank {rank}: {error}")
-    else:
-        if store.add(f"{key}/passed", 1) == world:
-            store.set(key, "")
-        if text := wait_for_key(store, key, world):
-            refusal = ValueError(text)
-    if refusal is not None:
-        if store.add(f"{key}/read", 1) == world:
-            store.set(f"{key}/over", "")
-        with suppress(RuntimeError):  # the process that raises first may hold the store
-            store.wait([f"{key}/over"], timedelta(seconds=_TIMEOUT))
-        raise refusal
-
-
-def check_settings(settings: Mapping[str, object], across: Sequence[dist.ProcessGroup], call: str = "shard()") -> None:
-    """Compare the arguments of a ``call`` across ranks.
-
-    Raises:
-        ValueError: on every rank, naming the first that differs.
-    """
-    mine = {name: repr(value) for name, value in settings.items()}
-    everybody = all_gather_objects(mine, across)
-    for name in mine:
-        found = [theirs[name] for theirs in everybody]
-        if len(set(found)) > 1:
-            raise ValueError(
-                f"{name} differs between ranks; every rank must call {call} alike:\n{table_of_ranks(found)}"
-            )
-
-
-def table_of_ranks(entries: Iterable[object]) -> str:
-    """Return the ranks' entries as lines of an error message."""
-    return "\n".join(f"  rank {rank}: {entry}" for rank, entry in enumerate(entries))
-
-
-_CHECKSUM_BLOCK = 1 << 20
-"""Bytes of a tensor summed at once: bounds the memory of a checksum."""
-
-
-def checksum(tensor: Tensor) -> int:
-    """Return a 64-bit sum of the tensor's bytes, each 32-bit word weighted by its place: swapped ones are seen too."""
-    data = tensor.contiguous().view(-1).view(torch.uint8)
-    total = 0
-    for block in data.split(_CHECKSUM_BLOCK):
-        words = torch.nn.functional.pad(block, (0, -block.numel() % 4)).view(torch.int32).to(torch.int64)
-        weights = 2 * torch.arange(words.numel(), device=words.device) + 1
-        total = (total * 1_000_003 + int((words * weights).sum())) & (2**64 - 1)
-    return total
-
-
-_TIMEOUT, _GLANCE = 5.0, 0.05
-"""Seconds that all ranks together have to answer, and that each has at least."""
-_NAMED = 8
-"""Ranks without an answer that an error names."""
-
-
-def exchange_over_store(store: Store, key: str, rank: int, world: int, text: str) -> tuple[str, str]:
-    """Tell the other ranks ``text`` where collectives no longer work.
-
-    Returns:
-        Why that may be, and the texts of all ranks that answer, as lines.
-    """
-    until, answers = time.monotonic() + _TIMEOUT, []
-    with suppress(RuntimeError, ValueError):  # the store may be gone with the rank or the launcher that held it
-        store.set(f"{key}/{rank}", text)
-    for other in range(world):
-        try:
-            left = max(until - time.monotonic(), _GLANCE)
-            store.wait([f"{key}/{other}"], timedelta(seconds=left))
-            answers.append(store.get(f"{key}/{other}").decode())
-        except (RuntimeError, ValueError):
-            answers.append(text if other == rank else "no answer")
-    silent = [str(other) for other, answer in enumerate(answers) if answer == "no answer"]
-    reason = "every rank must issue the same operations in the same order"
-    if silent:
-        who = ", ".join(silent[:_NAMED]) + (f" and {len(silent) - _NAMED} more" if len(silent) > _NAMED else "")
-        reason = (
-            f"no answer from rank {who}, which ended or hangs: see its own output. A rank with fewer batches than the "
-            "others needs yafsdp_cc.uneven(model); a forward, evaluation's too, must not stand under `if rank == 0`"
-        )
-    return reason, table_of_ranks(answers)
 
 
 # How fast the links are --------------------------------------------------------------------------------------------

@@ -18,20 +18,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.distributed_c10d import _get_default_store
 
+from yafsdp_cc.engine.agreement import refused_over_store
 from yafsdp_cc.engine.buffers import Buffer, BufferPool
+from yafsdp_cc.engine.checks import refused_together
 from yafsdp_cc.engine.collectives import ExactReduceScatter
 from yafsdp_cc.engine.communicator import CommContext, Communicator, ScratchBuffers
 from yafsdp_cc.engine.hierarchy import Replicas, SecondaryAllGather
-from yafsdp_cc.engine.mesh import (
-    all_groups,
-    backend_of,
-    group_once,
-    new_group,
-    probe_links,
-    refused_over_store,
-    refused_together,
-    timeout_of,
-)
+from yafsdp_cc.engine.mesh import all_groups, backend_of, group_once, new_group, probe_links, timeout_of
 from yafsdp_cc.engine.param import UnshardedParams, unsharded_bytes, unsharded_grad_bytes
 from yafsdp_cc.engine.param_group import GroupContext, ParamGroup
 from yafsdp_cc.engine.replicated import CollectiveFingerprint, ReplicatedParams
