@@ -109,7 +109,7 @@ class BatchRollback:
         for parameter in (*(param.parameter for param in state.params), *ignored):
             grad = parameter.grad
             if grad is not None and grad.layout is not torch.strided:
-                grad = grad.clone()  # the sparse gradient of an ignored embedding
+                grad = grad.clone()  # an ignored embedding may have a sparse gradient
             elif grad is not None:
                 self._save_tensor(grad)
             self._undo.append(partial(setattr, parameter, "grad", grad))
@@ -150,7 +150,7 @@ class BatchRollback:
     def _save_compression(self, state: FSDPState) -> None:
         for flat in state.flats:
             if flat.trainable:
-                # makes residuals now: those made within the batch would not be restored
+                # residuals are made now: ``restore`` does not know those made within the batch
                 state.context.bind_reduce(flat)
             self._save_object(flat.reduce_scatter)
             self._save_object(flat.all_reduce)
@@ -182,7 +182,7 @@ class BatchRollback:
         for spec in state.specs:
             self._undo.append(partial(setattr, spec.settings, "reduces", spec.settings.reduces))
         self._undo.append(partial(setattr, state, "_orders", dict(state._orders)))
-        for name in ("_seen", "_has_new_grads"):  # all ranks derive from these, alike, which weights to gather anew
+        for name in ("_seen", "_has_new_grads"):  # all ranks derive from these two which weights to gather anew
             self._undo.append(partial(setattr, state, name, getattr(state, name)))
         fingerprint = vars(state.context.fingerprint)
         self._undo.append(partial(_replace, fingerprint, {name: _shallow(each) for name, each in fingerprint.items()}))

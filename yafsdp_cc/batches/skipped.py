@@ -282,7 +282,7 @@ def _wait_for_failures(store: Store, prefix: str, rank: int, log: _CollectiveLog
         except dist.DistNetworkError:
             return  # the store has gone with its process, and all ranks are about to end
         except RuntimeError:
-            time.sleep(1.0)  # the wait has timed out: wait again
+            time.sleep(1.0)  # the wait for news has timed out: wait again
 
 
 def _stop(store: Store, prefix: str, rank: int, log: _CollectiveLog, thread: threading.Thread, process: int) -> None:
@@ -485,7 +485,7 @@ class _Block:
                 continue
             state.context.wait_for_reduces()
             _let_go(state)
-            state.awaited_backwards = before  # backwards of this block's forwards are awaited no more
+            state.awaited_backwards = before  # no backward of this block's forwards comes any more
             state.reset()
         for rollback in self._rollbacks:
             rollback.restore()
@@ -493,7 +493,7 @@ class _Block:
     def _agree(self, reason: str, verdict: int) -> None:
         """Exchange the errors, check that ranks are equal again, and count the batch."""
         peers, batch = self._peers, self.batch
-        # read before the exchange, after which a faster rank may fail in the next block
+        # the log is read before the exchange: after that a faster rank may fail in the next block
         has_failed = peers.log.is_closed
         found = peers.exchange((reason, [_condition(state) for state in self.states]))
         conditions = [condition for _, condition in found]
@@ -601,7 +601,7 @@ def _checked_state(model: nn.Module) -> FSDPState:
     if state.backwards or state.interrupted:
         state.reset()
     if state in _rollbacks:
-        return state  # the checks below ran at the first block
+        return state  # the first block of this state has run the checks below
     # the check may be a collective before the first forward, which a failing rank would not reach
     state.contents.check()
     for param in state.params:
@@ -672,7 +672,7 @@ def _reduce_zeros(group: ParamGroup, *, sums_over_replicas: bool) -> None:
         # completed reduces continue over replicas as ``sums`` says: complete them before it changes
         context.wait_for_reduces()
         context.replicas.sums = sums_over_replicas
-    # makes ``take_grads`` use a buffer of the pool; the rollback restores the setting
+    # with ``reduces`` ``take_grads`` uses a buffer of the pool; the rollback restores the setting
     group.spec.settings.reduces = True
     group.take_grads(group.flats_with_grads())
     group.accepts_in = -1

@@ -146,5 +146,5 @@ def _check_names(state: dict[str, Any], group: Group) -> None:
 
 
 def _log_failure(future: Future[None]) -> None:
-    if (error := future.exception()) is not None:  # the caller may never ask for the result
+    if (error := future.exception()) is not None:  # the caller may never ask the future for its result
         _logger.error("a checkpoint was not saved: %s", error)

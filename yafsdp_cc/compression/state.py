@@ -99,7 +99,7 @@ def carry_over_residuals(state: FSDPState, residuals: Mapping[str, FlatDTensor])
     for flat, compressed in compressed_sums(state):
         compressed.reset()
         total, schedule = _chunk_of(flat, residuals, torch.float32), compressed.schedule
-        if compressed.momentum is not None and schedule.beta > 0:  # the added part decays with the momentum
+        if compressed.momentum is not None and schedule.beta > 0:  # beta will multiply what is added: divide by it now
             compressed.momentum.add_(total, alpha=schedule.share / schedule.beta)
         else:
             # A reduce-scatter adds each replica's own values to its sum, an all-reduce adds the same values once for

@@ -87,7 +87,7 @@ class OneBitAdam(OneBitOptimizer):
         state = self.state[parameter]
         if self._is_encoded(parameter):  # AdamW's second moment has seen a gradient in every step
             state.setdefault("variance_step", state["step"].detach().clone())
-        elif (seen := float(state.pop("variance_step", 0))) > 0:  # the state is of a checkpoint in which it was encoded
+        elif (seen := float(state.pop("variance_step", 0))) > 0:  # the parameter was encoded when it was saved
             beta2 = self.param_groups[0]["betas"][1]
             state["exp_avg_sq"].mul_((1 - beta2 ** float(state["step"])) / (1 - beta2**seen))
 
@@ -118,7 +118,7 @@ class OneBitAdam(OneBitOptimizer):
         rows, late = [], []
         for parameter in parameters:
             state = self.state[parameter]
-            # exact sums long after the warm-up
+            # an exact sum long after the warm-up: the second moment is older than the parameter's steps
             if self._is_encoded(parameter) and state["variance_step"] != state["step"]:
                 late.append(parameter)
                 continue

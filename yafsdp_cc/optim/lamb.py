@@ -147,7 +147,7 @@ class OneBitLamb(OneBitAdam):
                 # one order.
                 jobs[rule, summand.across, summand.local.device, spec.bounds is None].append(job)
         norms = _norms_of(jobs)
-        # all of them, as m₋₁ must be known when encoding begins, also of those that the last warm-up step has not used
+        # encoding needs m₋₁ of all parameters, also of those that the last warm-up step has not used
         if self.steps == self.warmup_steps:
             learned = [each for each in self._parameters if self._is_encoded(each)]
         if self.steps >= self.warmup_steps and self.form == "momentum":

@@ -274,7 +274,7 @@ class PeerMailbox:
         self._wait(header, self._source)
         number, weight = self._received_header.tolist()
         self._silence = 0.0
-        if number == _END:  # the data's pending receive will take the next message
+        if number == _END:  # the pending receive of data will take the next message
             self._is_ended = True
             self._receives[1] = self._receive_header()
             return None

@@ -246,7 +246,7 @@ def reduce_lazily(
     """
     present = [each.counts and each.local.numel() > 0 for each in summands]
     locals_ = [each.local for each, is_here in zip(summands, present, strict=True) if is_here]
-    # stack, so that the number of kernels does not grow with the number of tensors
+    # numbers are stacked, so that the number of kernels does not grow with the number of tensors
     numbers = [
         each if type(each) in PLAIN else torch.tensor(each.item(), dtype=each.dtype, device=each.device)
         for each in (of_locals(locals_) if locals_ else ())
