@@ -175,7 +175,7 @@ class CompressionFields:
     for all has 0.00005, int4 for all 0.016. None: unbounded."""
     fallback: bool = True
     """Whether units fall back to more bits by themselves, int4 and then bf16, where messages keep too little of the
-    gradients, or the losses given to ``yafsdp_cc.watch_loss`` rise. Not those that ``"auto"`` chooses for."""
+    gradients, or the losses given to ``yafsdp_cc.watch_loss`` rise. Units with ``"auto"`` do not."""
 
 
 @dataclass(frozen=True, config=_STRICT)

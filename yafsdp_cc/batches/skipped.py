@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("yafsdp_cc")
 
 _ANSWER = 60.0
-"""Seconds that the threads of all ranks have to answer; they answer at once, whatever their rank computes."""
+"""Time limit in seconds for all ranks' threads to answer; a thread answers at once, whatever its rank computes."""
 _WAIT = timedelta(hours=1)
 """Longest single wait of a thread for the store."""
 
@@ -166,7 +166,7 @@ class _Peers:
         self.rank = self.ranks.index(dist.get_rank())
         self.log = _CollectiveLog()
         self.failures = 0
-        """Number of blocks with a failure that this rank has left behind."""
+        """Number of failed blocks that this rank has ended so far."""
         self.in_a_row = 0
         """Number of batches skipped since the last one that counted."""
         # hosts vote over gloo: on CUDA a vote must not wait for the device
@@ -349,7 +349,7 @@ _ENDS = (StopIteration, StopAsyncIteration, OutsideOnlyError)
 """Exceptions that are no failures of a batch: every rank raises."""
 
 _open: list[_Block] = []
-"""The open block, if there is one."""
+"""The ``skip_together`` block that is open, as the only entry; empty outside of one."""
 
 
 def check_outside_of_block(what: str) -> None:

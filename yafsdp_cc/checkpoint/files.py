@@ -98,7 +98,7 @@ class Replacement:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path, self._replaceable = path, replaceable
         self._check_what_is_there()
-        if path.exists():  # otherwise a killed save's folder may hold the only checkpoint
+        if path.exists():  # if the path is empty, a killed save's folder may hold the only checkpoint
             _clear(path)
         self._folder, self._lock = _locked_folder(path)
         self.new, self._previous = self._folder / "new", self._folder / _PREVIOUS
@@ -282,7 +282,7 @@ def unsealed(content: bytes) -> bytes:
 
 
 def pack_extra(extra: dict[str, Any]) -> bytes:
-    """Return the content of an extra file, serialized now."""
+    """Serialize ``extra`` now; return the bytes of the file."""
     buffer = io.BytesIO()
     torch.save(extra, buffer)
     return buffer.getvalue()

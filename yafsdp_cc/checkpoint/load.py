@@ -56,7 +56,7 @@ _TRIES = 100
 
 
 class _ReplacedError(RuntimeError):
-    """The model holds parts of two checkpoints."""
+    """Raised where the model has read parts of two checkpoints."""
 
 
 def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers = None) -> dict[str, Any]:

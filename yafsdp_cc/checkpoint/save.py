@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from yafsdp_cc.checkpoint.state import Optimizers
 
 _background: ThreadPoolExecutor
-"""One thread, so that saves follow one another in the order of the calls, which is the same on all ranks."""
+"""Executor of one thread: asynchronous saves run in the order of the calls, which is the same on all ranks."""
 
 
 def _start_anew() -> None:

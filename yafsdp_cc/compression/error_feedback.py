@@ -467,7 +467,7 @@ class PeerChunks(NamedTuple):
 
     ranks: range
     values: Tensor
-    """[ranks, chunk], a view."""
+    """View [ranks, chunk] of the buffer, a row for each rank's chunk."""
     before: int
     """Number of elements of other ranks' chunks before this run."""
 

@@ -131,7 +131,7 @@ class LowRank:
         parts = [part.view(-1, rank) for part in self.factors.split(sizes)]
         self._pairs = list(zip(parts[::2], parts[1::2], strict=True))
         self.sends_right = False
-        """Whether the next message is Q."""
+        """Whether the next message is the right factor Q; else it is the left factor P."""
         self.restart()
 
     def restart(self) -> None:

@@ -94,7 +94,7 @@ class CompressedSum(Collective):
 
     feeds_back = True
     _exact: Collective
-    """The exact sum of the same buffer."""
+    """Collective that sums the same buffer exactly, in phases that do not encode."""
     _rows: int
     """Number of messages that have a residual each."""
     _residual_shape: tuple[int, int]

@@ -41,7 +41,7 @@ class Job(NamedTuple):
 
 
 Jobs: TypeAlias = "defaultdict[tuple[LambRule, Across, torch.device, bool], list[Job]]"
-"""Parameters that are updated and reduced alike, by key; a key ends with whether they are replicated."""
+"""Jobs that one kernel updates and one sum reduces; the last entry of a key is whether parameters are replicated."""
 
 
 class OneBitLamb(OneBitAdam):

@@ -84,7 +84,7 @@ class SampleIndex:
 
     @property
     def slots(self) -> list[int]:
-        """The slots of ``ids``."""
+        """Slots of the samples in the cache, in the order of ``ids``."""
         return list(self._slots.values())
 
     def load(self, ids: Sequence[int], slots: Sequence[int]) -> None:

@@ -609,7 +609,7 @@ class _Fragment:
         torch._foreach_copy_(self.of(self.outer.data), self.weights)
 
     def find_gradient(self) -> None:
-        """Compute Δ = θ − θᵢ."""
+        """Write Δ = θ − θᵢ, outer minus present weights, to ``delta``."""
         torch._foreach_copy_(self.of(self.delta.data), self.weights)
         torch.sub(self.outer.data, self.delta.data, out=self.delta.data)
         self.steps = 0
@@ -645,7 +645,7 @@ def _is_like(value: Any, parameter: nn.Parameter) -> bool:
 
 
 def _fits(value: Any, own: Any, parameter: nn.Parameter) -> bool:
-    """Return whether ``value`` of another replica can replace ``own``, if there is one."""
+    """Return whether another replica's ``value`` has the form of ``own``; any value has where ``own`` is None."""
     if own is None:
         return True
     if value is None or _is_like(own, parameter):

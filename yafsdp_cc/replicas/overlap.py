@@ -64,12 +64,12 @@ _RESIDUAL = "residual"
 
 @dataclass
 class _Step:
-    """A step whose sum is in flight."""
+    """A step of the optimizer whose sum over replicas is in flight."""
 
     used: Sequence[bool]
     """Whether each parameter has a gradient on this replica; once the sum has arrived, on any replica."""
     settings: list[dict[str, Any]]
-    """Settings of the optimizer's parameter groups."""
+    """Settings of the optimizer's parameter groups when the gradients were made."""
 
 
 class Overlap(ReplicaSync):

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 REQUEST, ANSWER, NOTHING = 1, 2, 3
 """Tags of messages; no message is ever sent with NOTHING."""
 PUSH, PULL, CLOSE = range(3)
-"""Requests; a gradient follows PUSH."""
+"""Codes of the requests that a worker sends; a gradient follows PUSH."""
 _FOREVER = timedelta(days=365)
 """Time that a thread waits for a request: until the connection breaks."""
 _servers = itertools.count()

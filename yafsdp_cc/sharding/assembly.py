@@ -354,7 +354,7 @@ def _try_exchange(gather: Communicator, reduce: Communicator, dtype: torch.dtype
 
 @torch.no_grad()
 def _try_all_reduce(replicas: Communicator) -> str:
-    """Sum such numbers over replicas, as partial sums are; return the error, or ""."""
+    """Sum trial numbers over replicas as the engine sums partial sums; return the difference as a text, or ""."""
     mine, totals = _trial_numbers(replicas)
     total = mine.to(replicas.device)
     try:
@@ -413,7 +413,7 @@ def _role(spec: ParamGroupSpec, specs: Sequence[ParamGroupSpec], own: ParamGroup
 
 
 def _make_collectives(context: GroupContext, group: ParamGroup, contexts: ContextsByMesh) -> None:
-    """Make the collectives of a group; those of reduces once, as they have residuals. Bind all-gathers."""
+    """Make a group's collectives and bind its all-gathers. Sums are made once only, as they have residuals."""
     factory, settings, info = group.spec.collectives, group.spec.settings, group.spec.info
     gather, reduce = contexts[info.mesh]
     keeps = settings.keeps_unsharded or group.role == "root"

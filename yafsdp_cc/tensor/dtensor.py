@@ -663,7 +663,7 @@ def _operand(func: Any, spec: ShardSpec | None, value: Any) -> Any:
             value = cast("DTensor", value.detach()).full_tensor()
         if value.shape == spec.global_shape:
             return spec.local_of_full(value)
-    # A number may have dimensions of size 1, as long as they would not show in the result.
+    # A tensor of one element counts as a number if broadcasting it adds no dimension to the result.
     if value.numel() != 1 or value.dim() > min(len(spec.shape), len(spec.local_shape)):
         kind = f"DTensor placed as {value.placements}" if isinstance(value, DTensor) else "plain tensor"
         also = _STATE_OF_TORCH if isinstance(value, DTensor) or value.shape == spec.global_shape else ""
@@ -803,7 +803,7 @@ def _draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatDTens
 
 
 def _same_where_replicated(flat: FlatDTensor) -> None:
-    """Give ranks that hold the same elements the values of the first: their seeds may differ."""
+    """Give all ranks that hold the same elements the first such rank's values: their seeds may differ."""
     local, spec = flat._local_tensor, flat.shard_spec
     for part in tensors_of(local):
         broadcast_from_first(part, spec.mesh, replicas_only=spec.bounds is not None)
