@@ -212,7 +212,7 @@ class OneBitOptimizer(Optimizer):
         return loss
 
     def _set_steps(self, steps: int) -> None:
-        """Set the number of steps here and, for state dicts, in all groups: a parameter may have been in fewer steps."""
+        """Set the number of steps here and, for state dicts, in all groups: a parameter may have made fewer."""
         self.steps = steps
         for group in self.param_groups:
             group[STEPS] = steps
