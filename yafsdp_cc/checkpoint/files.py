@@ -225,7 +225,7 @@ def writing(folder: Path, needed: int) -> Iterator[None]:
 
 
 def _no_space(folder: Path, needed: int, free: int) -> OSError:
-    where = folder.parent.parent  # the parent folder
+    where = folder.parent.parent  # the folder that holds the checkpoint, two above the one that is written
     text = f"No space left in {where}: {needed:,} bytes are needed, and {free:,} were free"
     return OSError(errno.ENOSPC, text)
 

@@ -155,7 +155,7 @@ def load_safetensors(path: str | os.PathLike[str], model: nn.Module) -> None:
             names; on all ranks.
         RuntimeError: called inside ``whole_parameters``.
     """
-    synchronize_replicas(model)  # otherwise an exchange in flight would be committed to the old weights
+    synchronize_replicas(model)  # an exchange in flight must end before the weights are replaced
     from safetensors import safe_open
 
     check_arguments("load_safetensors", path, model)
