@@ -129,7 +129,7 @@ class OneBitAdam(OneBitOptimizer):
         # The fused kernel does not raise versions. A shard without elements on this rank counts as changed, too: all
         # ranks must all-gather it anew.
         increment_version([row[0] for row in rows])
-        # The same bits as AdamW(fused=True), which on a GPU would need the steps there; they are in host memory.
+        # The same bits as AdamW(fused=True), which on a GPU needs step counts on the device; ours are in host memory.
         adamw_step(group, rows, fused=all(row[0].is_cpu for row in rows))
         self._update_variance([(parameter, grad_of(parameter)) for parameter in late])
         self._move(group, late, Rule.ADAM_GRADIENT)
