@@ -139,7 +139,7 @@ _ARGUMENTS = {
     "precision": "mp_policy",
     "compression": "compression",
 }
-"""Argument that a setting, or all settings of a section, stand for; others have the argument's name."""
+"""Arguments by the settings, or sections of settings, that are named otherwise than the argument."""
 
 _FSDP1 = {
     "auto_wrap_policy": "units=['Block'] of shard(), or fully_shard on each block and then on the model",
@@ -157,7 +157,7 @@ _FSDP1 = {
     "nothing for FULL_SHARD",
     "use_orig_params": "nothing: it is always so",
 }
-"""What to pass instead of arguments of torch's first FSDP."""
+"""Replacements of the arguments of torch's first FSDP, by argument, for the error that refuses them."""
 
 _origins: WeakKeyDictionary[nn.Module, tuple[PlannedArgument, ...]] = WeakKeyDictionary()
 
@@ -167,7 +167,7 @@ _work: WeakKeyDictionary[DeviceMesh, Counter[int]] = WeakKeyDictionary()
 
 
 def _completed(function: Callable[P, Result]) -> Callable[P, Result]:
-    """Fill arguments that the script leaves out from the settings of the run file and the like."""
+    """Fill arguments that the script leaves out, from the run file, the environment and the command line."""
     accepted = inspect.signature(function).parameters
 
     @wraps(function)

@@ -175,7 +175,7 @@ class CompressionFields:
     for all has 0.00005, int4 for all 0.016. None: unbounded."""
     fallback: bool = True
     """Whether units fall back to more bits by themselves, int4 and then bf16, where messages keep too little of the
-    gradients, or the losses given to ``yafsdp_cc.watch_loss`` rise. Not those that ``"auto"`` chooses for."""
+    gradients, or the losses given to ``yafsdp_cc.watch_loss`` rise. Units with ``"auto"`` do not."""
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -319,7 +319,7 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # yaml has no stubs
 
         def size_of(node: yaml.Node) -> int:
             if node not in sizes:
-                sizes[node] = 1  # an anchor inside itself is refused later
+                sizes[node] = 1  # pydantic refuses a node that contains itself
                 parts = () if isinstance(node, yaml.ScalarNode) else node.value
                 inner = (each for part in parts for each in (part if isinstance(part, tuple) else (part,)))
                 sizes[node] += sum(map(size_of, inner))
@@ -382,7 +382,7 @@ class _Reader:
             self._refuse(f"{path}:{line}", f"cannot be read as YAML: {error.problem}")
         except yaml.YAMLError as error:
             self._refuse(path, f"cannot be read as YAML: {str(error).splitlines()[0]}")
-        except (ValueError, RecursionError) as error:  # a number of too many digits, or lists nested too deeply
+        except (ValueError, RecursionError) as error:  # a number has too many digits, or lists are nested too deeply
             self._refuse(path, f"cannot be read: {error}")
 
     def read_assignments(self, source: str, texts: Iterable[str]) -> None:
@@ -401,7 +401,7 @@ class _Reader:
         if name == "compression" and isinstance(value, str):
             name = "compression.gradients"
         elif not leaf and section in RunFile.model_fields:
-            if value is None:  # drop all that a source of lower precedence has set
+            if value is None:  # None drops all that a source of lower precedence has set
                 self.settings = {known: one for known, one in self.settings.items() if known.split(".")[0] != section}
             elif isinstance(value, dict):
                 for each, inner in value.items():

@@ -330,7 +330,7 @@ def test_what_a_bare_machine_lacks_is_brought_along() -> None:
 
 
 def test_the_manual_knows_all_parts() -> None:
-    text = (ROOT / "docs" / "cuda.md").read_text()
+    text = (ROOT / "bench" / "gpu" / "README.md").read_text()
     assert all(f"`{name}`" in text for name in flights.PARTS)
     for name, flight in flights.FLIGHTS.items():
         assert re.search(rf"^python3 bench/gpu/flight.py {name} .* at most {flight.limit} seconds$", text, re.MULTILINE)

@@ -25,7 +25,7 @@ from tests.internals import set_nccl_sums, state_of
 from tests.nccl import CPU, ORDERS, Hang, Nccl, Rank, ring, tree
 from tests.ranks import ranks
 from tests.soak import also
-from yafsdp_cc.engine import mesh
+from yafsdp_cc.engine import agreement
 from yafsdp_cc.engine.agreement import refused_over_store
 from yafsdp_cc.engine.collectives import ExactReduceScatter
 from yafsdp_cc.engine.communicator import CommContext, Communicator, ScratchBuffers
@@ -162,7 +162,7 @@ def test_a_gather_in_the_wrong_order_is_found() -> None:
 
 
 def test_a_backend_that_raises_on_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mesh, "_TIMEOUT", 0.1)
+    monkeypatch.setattr(agreement, "_TIMEOUT", 0.1)
 
     def body(store: dist.HashStore, rank: Any) -> None:
         comm = Communicator(rank, CPU)

@@ -107,7 +107,7 @@ class BatchRollback:
         for parameter in (*(param.parameter for param in state.params), *ignored):
             grad = parameter.grad
             if grad is not None and grad.layout is not torch.strided:
-                grad = grad.clone()  # the sparse gradient of an ignored embedding
+                grad = grad.clone()  # an ignored embedding may have a sparse gradient
             elif grad is not None:
                 self._save_tensor(grad)
             self._undo.append(partial(setattr, parameter, "grad", grad))
@@ -127,7 +127,7 @@ class BatchRollback:
     def _save_compression(self, state: FSDPState) -> None:
         for flat in state.flats:
             if flat.trainable:
-                # makes residuals now: those made within the batch would not be restored
+                # residuals are made now: ``restore`` does not know those made within the batch
                 state.context.bind_reduce(flat)
             self._save_object(flat.reduce_scatter)
             self._save_object(flat.all_reduce)

@@ -63,7 +63,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("yafsdp_cc")
 
 _ANSWER = 60.0
-"""Seconds that the threads of all ranks have to answer; they answer at once, whatever their rank computes."""
+"""Time limit in seconds for all ranks' threads to answer; a thread answers at once, whatever its rank computes."""
 _WAIT = timedelta(hours=1)
 """Longest single wait of a thread for the store."""
 
@@ -167,7 +167,7 @@ class _Peers:
         self.rank = self.ranks.index(dist.get_rank())
         self.log = _CollectiveLog()
         self.failures = 0
-        """Number of blocks with a failure that this rank has left behind."""
+        """Number of failed blocks that this rank has ended so far."""
         self.in_a_row = 0
         """Number of batches skipped since the last one that counted."""
         # hosts vote over gloo: on CUDA a vote must not wait for the device
@@ -283,7 +283,7 @@ def _wait_for_failures(store: Store, prefix: str, rank: int, log: _CollectiveLog
         except dist.DistNetworkError:
             return  # the store has gone with its process, and all ranks are about to end
         except RuntimeError:
-            time.sleep(1.0)  # the wait has timed out: wait again
+            time.sleep(1.0)  # the wait for news has timed out: wait again
 
 
 def _stop(store: Store, prefix: str, rank: int, log: _CollectiveLog, thread: threading.Thread, process: int) -> None:
@@ -350,7 +350,7 @@ _ENDS = (StopIteration, StopAsyncIteration, OutsideOnlyError)
 """Exceptions that are no failures of a batch: every rank raises."""
 
 _open: list[_Block] = []
-"""The open block, if there is one."""
+"""The ``skip_together`` block that is open, as the only entry; empty outside of one."""
 
 
 def check_outside_of_block(what: str) -> None:
@@ -491,7 +491,7 @@ class _Block:
     def _agree(self, reason: str, verdict: int) -> None:
         """Exchange the errors, check that ranks are equal again, and count the batch."""
         peers, batch = self._peers, self.batch
-        # read before the exchange, after which a faster rank may fail in the next block
+        # the log is read before the exchange: after that a faster rank may fail in the next block
         has_failed = peers.log.is_closed
         found = peers.exchange((reason, [_condition(state) for state in self.states]))
         conditions = [condition for _, condition in found]
@@ -599,7 +599,7 @@ def _checked_state(model: nn.Module) -> FSDPState:
     if state.backwards or state.interrupted:
         state.reset()
     if state in _rollbacks:
-        return state  # the checks below ran at the first block
+        return state  # the first block of this state has run the checks below
     # the check may be a collective before the first forward, which a failing rank would not reach
     state.contents.check()
     for param in state.params:
@@ -670,7 +670,7 @@ def _reduce_zeros(group: ParamGroup, *, sums_over_replicas: bool) -> None:
         # completed reduces continue over replicas as ``sums`` says: complete them before it changes
         context.wait_for_reduces()
         context.replicas.sums = sums_over_replicas
-    # makes ``take_grads`` use a buffer of the pool; the rollback restores the setting
+    # with ``reduces`` ``take_grads`` uses a buffer of the pool; the rollback restores the setting
     group.spec.settings.reduces = True
     group.take_grads(group.flats_with_grads())
     group.accepts_in = -1

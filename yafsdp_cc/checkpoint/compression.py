@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from yafsdp_cc.checkpoint.ranks import Group
     from yafsdp_cc.engine.state import FSDPState
 
-# Names in files; earlier versions' checkpoints need them unchanged
+# these names are in checkpoints of earlier versions: keep them
 RESIDUALS, ESTIMATES, KEPT = "residuals", "estimates", "kept_weights"
 LOCAL, STEPS, BEHIND = "_wire_residuals", "_wire_steps", "_wire_behind"
 FALLBACK, CLIP, DECAY, ROUNDED = "_wire_guard", "_wire_clip", "_wire_decay", "_wire_rounded"

@@ -98,7 +98,7 @@ class Replacement:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path, self._replaceable = path, replaceable
         self._check_what_is_there()
-        if path.exists():  # otherwise a killed save's folder may hold the only checkpoint
+        if path.exists():  # if the path is empty, a killed save's folder may hold the only checkpoint
             _clear(path)
         self._folder, self._lock = _locked_folder(path)
         self.new, self._previous = self._folder / "new", self._folder / _PREVIOUS
@@ -126,7 +126,7 @@ class Replacement:
                     raise
             shutil.rmtree(
                 self._previous, ignore_errors=True
-            )  # left by an earlier turn: another save has put a newer one at the path
+            )  # an earlier turn moved this one here; another save has put a newer one at the path
             with suppress(FileNotFoundError):
                 os.rename(self._path, self._previous)
         _sync(self._path.parent)
@@ -171,7 +171,7 @@ def _clear(path: Path) -> None:
             with (folder / _LOCK).open("r+b") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(folder, ignore_errors=True)
-        except FileNotFoundError:  # of an earlier version, half deleted, or just made and still empty
+        except FileNotFoundError:  # a folder without a lock file: half deleted, or just made
             with suppress(OSError):
                 folder.rmdir()
             if not (folder / _LOCK).exists():
@@ -182,7 +182,7 @@ def _clear(path: Path) -> None:
 
 def _exchange(one: Path, other: Path) -> bool:
     """Exchange two folders in one step; return False if one is missing, or the system cannot."""
-    rename: Any = getattr(ctypes.CDLL(None), "renameat2", None)  # a system call of Linux
+    rename: Any = getattr(ctypes.CDLL(None), "renameat2", None)  # renameat2 exists on Linux alone
     here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
     return rename is not None and rename(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0
 
@@ -225,7 +225,7 @@ def writing(folder: Path, needed: int) -> Iterator[None]:
 
 
 def _no_space(folder: Path, needed: int, free: int) -> OSError:
-    where = folder.parent.parent  # the parent folder
+    where = folder.parent.parent  # the folder that holds the checkpoint, two above the one that is written
     text = f"No space left in {where}: {needed:,} bytes are needed, and {free:,} were free"
     return OSError(errno.ENOSPC, text)
 
@@ -282,7 +282,7 @@ def unsealed(content: bytes) -> bytes:
 
 
 def pack_extra(extra: dict[str, Any]) -> bytes:
-    """Return the content of an extra file, serialized now."""
+    """Serialize ``extra`` now; return the bytes of the file."""
     buffer = io.BytesIO()
     torch.save(extra, buffer)
     return buffer.getvalue()
@@ -317,7 +317,7 @@ def read_extra(folder: Path, rank: int, world: int, sums: Sequence[int] | None =
     """
     found = [re.fullmatch(r"extra_\d+_of_(\d+)", file.stem) for file in folder.glob("extra_*_of_*.pt")]
     numbers = [int(each[1]) for each in found if each]
-    if not numbers and sums is None:  # not of yafsdp_cc.save
+    if not numbers and sums is None:  # yafsdp_cc.save has not written this file
         return {}
     saved = max(numbers) if sums is None else len(sums)
 

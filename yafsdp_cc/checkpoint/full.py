@@ -134,7 +134,7 @@ def save_safetensors(path: str | os.PathLike[str], model: nn.Module, *, dtype: t
                     saved_as = _write_files(replacement.new, tensors, dtype)
                     _write_configs(replacement.new, model, saved_as)
                     replacement.commit()
-            finally:  # iterate to the end, also after a failure, as the other ranks do
+            finally:  # after a failure, too, iterate to the end as the other ranks do
                 for _ in tensors:
                     pass
 
@@ -155,7 +155,7 @@ def load_safetensors(path: str | os.PathLike[str], model: nn.Module) -> None:
             names; on all ranks.
         RuntimeError: called inside ``whole_parameters``.
     """
-    synchronize_replicas(model)  # otherwise an exchange in flight would be committed to the old weights
+    synchronize_replicas(model)  # an exchange in flight must end before the weights are replaced
     from safetensors import safe_open
 
     check_arguments("load_safetensors", path, model)
@@ -172,7 +172,7 @@ def load_safetensors(path: str | os.PathLike[str], model: nn.Module) -> None:
         extras = {plain: places.pop(name) for name, plain in bare.items() if is_extra_state(plain)}
         shapes = {name: each.shape for name, each in places.items()} | dict.fromkeys(extras)
         tied = aliases(own)
-        # one of the names of a tied weight is enough, and other engines' files have no extra states
+        # a tied weight needs one of its names, and other engines' files have no extra states
         found = {tied.get(name, name) for name in places}
         spare = {name for name in {*tied, *tied.values()} if tied.get(name, name) in found} - places.keys()
         spare |= {name for name in own if is_extra_state(name)} - extras.keys()
@@ -191,7 +191,7 @@ def load_safetensors(path: str | os.PathLike[str], model: nn.Module) -> None:
             _fill(state[name], each)
     for name in metadata_names(model, state):
         del state[name]
-    load_model_state(model, state)  # parameters are filled in place already; this loads buffers and extra states
+    load_model_state(model, state)  # parameters are filled already; ``load_model_state`` loads buffers and extra states
 
 
 def convert(

@@ -56,7 +56,7 @@ _TRIES = 100
 
 
 class _ReplacedError(RuntimeError):
-    """The model holds parts of two checkpoints."""
+    """Raised where the model has read parts of two checkpoints."""
 
 
 def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers = None) -> dict[str, Any]:
@@ -146,7 +146,7 @@ def _load(path: Path, model: nn.Module, optimizers: Sequence[Optimizer], ranks: 
         with together(group):
             restore_optimizers(model, optimizers, state[OPTIMIZER])
     try:
-        read_into(weights, reader, ranks.back)  # read in place: the only part that is not read into new memory first
+        read_into(weights, reader, ranks.back)  # only weights are read in place, not into new memory first
     except Exception as error:
         raise _ReplacedError(
             f"{folder} was whole and changed while it was read ({error}): the model holds some of each, load again"

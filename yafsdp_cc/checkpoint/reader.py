@@ -190,13 +190,13 @@ class DryPlanner(SafePlanner):
 
 
 class UntrustedError(pickle.UnpicklingError):
-    """A file wants code to be run."""
+    """Raised where reading a file would run code."""
 
 
 _UNUSED = {code[0] for code in (pickle.INST, pickle.OBJ, pickle.NEWOBJ_EX, pickle.ADDITEMS, pickle.FROZENSET)}
 """Opcodes by which classes are called in other ways, and sets are filled: none is in a checkpoint."""
 _READ: dict[int, Any] = {**pickle._Unpickler.dispatch}
-"""How an unpickler in Python reads each opcode."""
+"""Methods that read an opcode, by opcode: Python's own at first."""
 _BUILT = tuple(kind for kind in _ALLOWED.values() if is_dataclass(kind))
 _SMALL = (str, int, float, bool, type(None), torch.Size, torch.dtype, type)
 
@@ -211,8 +211,8 @@ def _is_small(value: object) -> bool:
 
 
 class _Unpickler(pickle._Unpickler):
-    """Makes what is in ``_ALLOWED`` and nothing else. In Python: to the native one, one changed bit may be a number of
-    references that fill all memory."""
+    """Makes objects of classes in ``_ALLOWED`` alone. It is pickle's unpickler in Python, because one changed bit may
+    make the native unpickler fill all memory."""
 
     stack: list[Any]
 

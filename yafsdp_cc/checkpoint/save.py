@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from yafsdp_cc.checkpoint.state import Optimizers
 
 _background: ThreadPoolExecutor
-"""One thread, so that saves follow one another in the order of the calls, which is the same on all ranks."""
+"""Executor of one thread: asynchronous saves run in the order of the calls, which is the same on all ranks."""
 
 
 def _start_anew() -> None:
@@ -146,5 +146,5 @@ def _check_names(state: dict[str, Any], group: Group) -> None:
 
 
 def _log_failure(future: Future[None]) -> None:
-    if (error := future.exception()) is not None:  # the caller may never ask for the result
+    if (error := future.exception()) is not None:  # the caller may never ask the future for its result
         _logger.error("a checkpoint was not saved: %s", error)

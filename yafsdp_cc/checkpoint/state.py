@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
 
 Optimizers: TypeAlias = Optimizer | Sequence[Optimizer] | None
-"""One optimizer, several of different parameters of one model, or none."""
+"""Type of the argument ``optimizer``: one, several with different parameters of one model, or None."""
 
 MODEL, OPTIMIZER = "model", "optimizer"
 

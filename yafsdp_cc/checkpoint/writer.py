@@ -39,12 +39,12 @@ class CheckpointWriter(FileSystemWriter):
         self.transforms: Any = _SummingTransforms()
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Do as torch's writer, after checking that there is room for all ranks' tensors."""
+        """Check that the file system has room for all ranks' tensors, then plan as torch's writer does."""
         files.check_space(Path(self.path), sum(map(_bytes, plans)))
         return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Do as torch's writer, and add the checksum of each entry."""
+        """Write as torch's writer does, and add the checksum of each entry."""
         with files.writing(Path(self.path), _bytes(plan)):
             done = super().write_data(plan, planner)
         for result in done.value():

@@ -211,7 +211,7 @@ class DeltaAllGather(ExactAllGather):
             self._resumed = None
             if has_resumed := self._can_start_from(version):
                 comm, held = self.context.comm, version
-                if own.is_cuda:  # its memory was allocated on another stream
+                if own.is_cuda:  # another stream allocated the memory of ``own``
                     own.record_stream(torch.cuda.current_stream(own.device))
                 chunks = self.flat.layout.uneven_chunks
                 works += comm.all_gather(output, comm.own_chunk(output, chunks).copy_(own), async_op, chunks)
@@ -341,7 +341,7 @@ class StepTracker:
 
     def add(self, before: int, after: int) -> None:
         """Record that an optimizer step has changed the shard from version ``before`` to ``after``."""
-        # something else changed the shard in between; else ``before`` is of a step within a step
+        # something else has changed the shard since the last step; a step within a step begins in the known range
         if not self.first <= before <= self.last:
             self.first = before
         self.last = after

@@ -89,7 +89,7 @@ def measure_link(context: CommContext, message_bytes: int) -> LinkCost:
         found = []
         for _ in range(3):
             seconds = torch.tensor([_seconds(comm.device, *[run] * repeats)], dtype=torch.float64, device=comm.device)
-            # Also a barrier: a rank that starts late would add its delay to what the others measure next.
+            # The sum is also a barrier: a rank that starts late would add its delay to the others' next times.
             comm.group.allreduce([seconds], dist.ReduceOp.MAX).wait()
             found.append(float(seconds))
         return min(found)
@@ -334,7 +334,7 @@ class CodecAutotuner(CompressionObserver):
         """Return the seconds per element that a rank needs to encode, decode and sum a reduce-scatter, by codec."""
         config, device, peers = self._config, self.state.context.device, self.state.context.gather.comm.world - 1
         chunk = min(max(max(flat.layout.chunks) for flat in flats), _TRIAL // peers) // config.block * config.block
-        # the shards of all other ranks
+        # the buffer holds the shards of all other ranks
         gradients = torch.zeros(peers, chunk, dtype=flats[0].reduce_dtype, device=device)
         total = torch.zeros(chunk, device=device)
         found = {EXACT: 0.0}

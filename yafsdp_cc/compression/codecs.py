@@ -101,7 +101,7 @@ class _Odd(Scaled):
 
     bits: ClassVar[int]
     share: ClassVar[float]
-    """Scale over the block's mean magnitude: half of Max's step over 0.7979, that of normal numbers."""
+    """Scale over the block's mean magnitude: half of Max's step over 0.7979, the mean magnitude of normal numbers."""
     rounds_randomly = True
 
     def payload_bytes(self, n: int) -> int:
@@ -177,7 +177,7 @@ class FP8(Scaled):
 
 
 class Ternary(Scaled):
-    """-scale, 0 or scale.
+    """The three levels -scale, 0 and scale.
 
     To nearest: elements above 0.7 of the block's mean magnitude are kept, and the scale is the mean of their magnitudes
     (Li et al., "Ternary Weight Networks", 2016, section 2.2). With noise: the scale is the largest magnitude, and an

@@ -92,7 +92,7 @@ class CompressedCollectives(Collectives):
         known = getattr(flat, "all_gather", None)
         if keeps_unsharded and isinstance(known, DeltaAllGather):
             known.schedule = self.schedule
-            return known  # it has recorded which steps led to the present weights
+            return known  # the known all-gather has recorded which steps led to the present weights
         kind = DeltaAllGather if keeps_unsharded else RoundedAllGather
         return kind(flat, self.schedule, self.config.make(name))
 

@@ -467,7 +467,7 @@ class PeerChunks(NamedTuple):
 
     ranks: range
     values: Tensor
-    """[ranks, chunk], a view."""
+    """View [ranks, chunk] of the buffer, a row for each rank's chunk."""
     before: int
     """Number of elements of other ranks' chunks before this run."""
 
@@ -531,7 +531,7 @@ def _ops_for(device: torch.device, mode: str) -> Any:
         return torch.ops.yafsdp_cc
     if mode == "1":
         raise RuntimeError(f"YAFSDP_CC_NATIVE=1, but {missing}")
-    factor = "10 to 90 times " if device.type == "cpu" else ""  # factors by codec, measured by bench/kernels.py
+    factor = "10 to 90 times " if device.type == "cpu" else ""  # bench/kernels.py measures these factors
     _logger.warning("gradients are encoded by plain torch, %sslower: %s", factor, missing)
     return None
 
@@ -553,7 +553,7 @@ def _load() -> str:
     if missing:
         return f"{LIBRARY} is of an older source, without {', '.join(missing)}; {_BUILD}"
     for name in OPERATORS:
-        torch.library.register_fake(f"yafsdp_cc::{name}", lambda *_: None)  # all of them return nothing
+        torch.library.register_fake(f"yafsdp_cc::{name}", lambda *_: None)  # these operators return nothing
     return ""
 
 

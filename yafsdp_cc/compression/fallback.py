@@ -141,7 +141,7 @@ class CodecFallback(CompressionObserver):
         for each in measured:
             if isinstance(each.collective, DeltaAllGather):  # a prefetched all-gather may not have been waited for
                 each.flat.group.gathered(each.flat)
-        # Divided by the scale they were measured with: on CUDA, the numbers read below are of an earlier measurement.
+        # Sums are divided by their scale now: on CUDA, the numbers read below are of an earlier measurement.
         sums = [each.error.sums / self._scale**2 for each in measured]
         # a kernel takes the number as an argument; copying it to a GPU would synchronize
         loss = sums[0].new_zeros(1) + self._loss

@@ -153,7 +153,7 @@ class CompressedCommunication:
         """Number of bytes that this rank has sent in encoded collectives so far."""
         self.removed = False
         """Whether ``remove`` has been called."""
-        # no warm-up in the schedule: the hooks count warm-up steps themselves
+        # the hooks count warm-up steps themselves, not the schedule
         self._schedule = CompressionSchedule(replace(config, warmup_steps=0))
         self._all_reduces: dict[Any, CompressedAllReduce] = {}
         self._reduce_scatters: dict[str, CompressedReduceScatter] = {}

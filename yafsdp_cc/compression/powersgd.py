@@ -131,7 +131,7 @@ class LowRank:
         parts = [part.view(-1, rank) for part in self.factors.split(sizes)]
         self._pairs = list(zip(parts[::2], parts[1::2], strict=True))
         self.sends_right = False
-        """Whether the next message is Q."""
+        """Whether the next message is the right factor Q; else it is the left factor P."""
         self.restart()
 
     def restart(self) -> None:
@@ -213,7 +213,7 @@ def _add_product(left: Tensor, right: Tensor, start: int, end: int, into: Tensor
     between."""
     columns = right.shape[0]
     top, bottom = -(-start // columns), end // columns
-    if top > bottom:  # within one row
+    if top > bottom:  # the range lies within one row
         into.addmv_(right[start % columns : end - bottom * columns], left[bottom])
         return
     if head := top * columns - start:
@@ -336,7 +336,7 @@ class SharedFactors(FactorEncoder):
 
     def start(self, values: Tensor, feedback: Feedback, async_op: bool) -> Works:
         message = self._message(SENT)
-        # overwritten in place where it is fp32, as it nearly always is
+        # ``_encode`` overwrites ``values`` itself where it is fp32
         self._encode(values.to(torch.float32), message, feedback)
         return self.context.comm.all_reduce(message, async_op)
 

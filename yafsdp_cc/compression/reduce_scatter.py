@@ -94,7 +94,7 @@ class CompressedSum(Collective):
 
     feeds_back = True
     _exact: Collective
-    """The exact sum of the same buffer."""
+    """Collective that sums the same buffer exactly, in phases that do not encode."""
     _rows: int
     """Number of messages that have a residual each."""
     _residual_shape: tuple[int, int]
@@ -485,7 +485,7 @@ class CompressedReduceScatter(CompressedSum, ReduceScatter):
     @property
     def not_in_residual(self) -> Tensor | None:
         pending = self._pending if self._has_deferred else None
-        if pending is not None and pending.is_cuda:  # its memory belongs to the stream of the reduces
+        if pending is not None and pending.is_cuda:  # the pending message's memory belongs to the reduce stream
             pending.record_stream(torch.cuda.current_stream(pending.device))
         if self.carried_over is None or pending is None:
             return self.carried_over if pending is None else pending

@@ -210,7 +210,7 @@ class CompressionSchedule(CompressionObserver):
             self.beta, self.share = decay
 
     def reserve_norm(self, name: str, device: torch.device) -> None:
-        """Reserve what ``clip`` needs for the gradients of the flat parameter ``name``."""
+        """Reserve the tensors that ``clip`` needs for the gradients of the flat parameter ``name``."""
         if self.clip is not None:
             self.clip.reserve(name, device)
 
@@ -344,7 +344,7 @@ class LocalClip:
         """Norm of the gradients that this rank has sent since the last ``learn``, fp32, by flat parameter; 0 if it sent
         none. The communication stream writes to these tensors, so they are never replaced."""
         self._shares: dict[str, Tensor] = {}
-        """kappa by flat parameter."""
+        """Share kappa of the limit that this rank clips to, by flat parameter; set by ``learn``."""
         self.is_blind = True
         """Whether no kappa is known, so that nothing is clipped; the same on all ranks."""
 

@@ -63,7 +63,7 @@ class TopK2Bit(Codec):
         kept = self.block // _SHARE
         chosen = blocks.abs().nan_to_num_(torch.inf, torch.inf).topk(kept, sorted=False).indices
         magnitudes = blocks.gather(-1, chosen).abs()
-        is_zero = magnitudes == 0  # no level is zero: the largest element's position is repeated in place of a zero's
+        is_zero = magnitudes == 0  # no level stands for zero: a zero's place repeats the largest element's position
         count = (kept - is_zero.sum(-1)).clamp_(min=1)
         mean, inverse = step_of(magnitudes.sum(-1) / count, 1.0)
         largest = chosen.gather(-1, magnitudes.argmax(-1, keepdim=True))

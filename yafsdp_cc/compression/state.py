@@ -57,7 +57,7 @@ def delta_all_gathers(state: FSDPState) -> Iterator[tuple[FlatParam, DeltaAllGat
 
 @torch.inference_mode(False)  # buffers made here are written in training: they must not be inference tensors
 def set_codecs(state: FSDPState, codecs: Mapping[FlatParam, str]) -> None:
-    """Encode gradients of these flat parameters by other codecs from now on. A collective without reduces in flight."""
+    """Encode gradients of these flat parameters by these codecs. A collective; no reduce may be in flight."""
     if state.context.device.type == "cuda":
         torch.cuda.synchronize(state.context.device)  # a kernel may still read scratch buffers that larger ones replace
     for flat, codec in codecs.items():
@@ -99,7 +99,7 @@ def carry_over_residuals(state: FSDPState, residuals: Mapping[str, FlatDTensor])
     for flat, compressed in compressed_sums(state):
         compressed.reset()
         total, schedule = _chunk_of(flat, residuals, torch.float32), compressed.schedule
-        if compressed.momentum is not None and schedule.beta > 0:  # the added part decays with the momentum
+        if compressed.momentum is not None and schedule.beta > 0:  # beta will multiply what is added: divide by it now
             compressed.momentum.add_(total, alpha=schedule.share / schedule.beta)
         else:
             # A reduce-scatter adds each replica's own values to its sum, an all-reduce adds the same values once for

@@ -109,7 +109,7 @@ class HostMemory:
     """Host memory for the shards of a group."""
 
     is_pinned: bool
-    """Whether to allocate it page-locked."""
+    """Whether host memory is allocated page-locked."""
     transfers: HostTransfers = field(init=False)
     """Transfers of the present assembly of the engine."""
 

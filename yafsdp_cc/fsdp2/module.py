@@ -122,11 +122,11 @@ class ShardedModule(FSDPModule, nn.Module):
             async_op: return a handle at once; a forward waits by itself.
         """
         state, group, spec = current_state(self), group_of(self), spec_of(self)
-        if spec is None:  # modules sharded within it have all its parameters
+        if spec is None:  # modules sharded within this one have all parameters
             return None
         if group is not None:
             unshard_until_reshard(group, elsewhere=state.awaits_backward)
-        else:  # all its parameters are replicated
+        else:  # all parameters of the module are replicated
             register_until_reshard(state, spec, None)
         handle = UnshardHandle(state, spec, group)
         if async_op:
@@ -495,7 +495,7 @@ def make_sharded(module: nn.Module) -> None:
     """Turn ``module`` into a ``ShardedModule`` with the engine's hooks around its forward."""
     own = type(module)
     if own not in _sharded_classes:
-        # FSDP2's prefix: programs such as transformers remove it to find the class named in a model's config
+        # transformers and others remove FSDP2's prefix to find the class that a model's config names
         sharded = type(f"FSDP{own.__name__}", (ShardedModule, own), {"__module__": own.__module__})
         _sharded_classes[own] = sharded
     module.__class__ = _sharded_classes[own]
@@ -692,7 +692,7 @@ def whole_params_by_group(state: FSDPState, *, everywhere: bool) -> Iterator[tup
         for param in flat.params:
             extent = param.extent
             yield param, None if buffer is None else buffer[extent.offset : extent.end].view(extent.shape)
-        del buffer  # free it before the next buffer is made
+        del buffer  # free the buffer before the next one is made
     for param in state.replicated.params:
         is_first = not any(param.spec.mesh.get_coordinate() or ())
         yield param, param.local.detach() if everywhere or is_first else None

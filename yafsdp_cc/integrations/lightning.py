@@ -30,7 +30,7 @@ def metrics_callback(folder: str | Path, **options: Any) -> Callback:
             self.metrics = Metrics(pl_module, folder, **made | options)
 
         def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *_: Any) -> None:
-            # a micro-batch that is not followed by an optimizer step does not count
+            # a micro-batch that no optimizer step follows does not count
             if trainer.global_step > self.metrics.steps_made:
                 self.metrics.step(outputs["loss"] if isinstance(outputs, dict) else outputs)
 

@@ -77,7 +77,7 @@ def parallelize(
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
-    # methods that the Trainer calls next on models that are still on the meta device
+    # the Trainer calls these two next, as if the model were still on the meta device
     model.__dict__.update(to_empty=lambda **_: model, init_weights=lambda **_: None)
     return model
 

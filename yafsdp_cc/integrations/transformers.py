@@ -33,7 +33,7 @@ def accept_sharded_model(trainer: AnyTrainer) -> AnyTrainer:
 
     accept_sharded(trainer.accelerator, trainer.model)
     trainer.is_fsdp_enabled = True
-    trainer.accelerator.prepare_model(trainer.model, evaluation_mode=True)  # for an evaluate() before train()
+    trainer.accelerator.prepare_model(trainer.model, evaluation_mode=True)  # evaluate() may come before train()
 
     class KeepGenerate(TrainerCallback):  # type: ignore[misc]
         """Restore ``generate`` after the Trainer has replaced it by one for FSDP2, which needs FSDP2's own state."""
@@ -50,7 +50,7 @@ def accept_sharded_model(trainer: AnyTrainer) -> AnyTrainer:
             # Checkpoints get their folder only after ranks have compared which one is the best; if it did not exist
             # yet, ranks could differ, and load parts of two at the end.
             os.makedirs(output_dir or trainer.args.output_dir, exist_ok=True)
-        else:  # for a call by the user the Trainer itself would silently write nothing
+        else:  # on a user's call the Trainer itself would silently write nothing
             trainer._save(output_dir, state_dict=trainer.accelerator.get_state_dict(trainer.model))
         save(output_dir, _internal_call)
 

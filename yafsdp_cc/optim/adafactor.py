@@ -105,7 +105,7 @@ class Adafactor(torch.optim.Adafactor):
 
 
 class _Member:
-    """A parameter within one step."""
+    """One parameter with its settings and state, within one step of the optimizer."""
 
     def __init__(self, parameter: Any, group: dict[str, Any], state: dict[str, Any]) -> None:
         self.spec: ShardSpec = parameter.shard_spec

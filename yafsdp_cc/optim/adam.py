@@ -87,7 +87,7 @@ class OneBitAdam(OneBitOptimizer):
         state = self.state[parameter]
         if self._is_encoded(parameter):  # AdamW's second moment has seen a gradient in every step
             state.setdefault("variance_step", state["step"].detach().clone())
-        elif (seen := float(state.pop("variance_step", 0))) > 0:  # the state is of a checkpoint in which it was encoded
+        elif (seen := float(state.pop("variance_step", 0))) > 0:  # the parameter was encoded when it was saved
             beta2 = self.param_groups[0]["betas"][1]
             state["exp_avg_sq"].mul_((1 - beta2 ** float(state["step"])) / (1 - beta2**seen))
 
@@ -118,7 +118,7 @@ class OneBitAdam(OneBitOptimizer):
         rows, late = [], []
         for parameter in parameters:
             state = self.state[parameter]
-            # exact sums long after the warm-up
+            # an exact sum long after the warm-up: the second moment is older than the parameter's steps
             if self._is_encoded(parameter) and state["variance_step"] != state["step"]:
                 late.append(parameter)
                 continue
@@ -129,7 +129,7 @@ class OneBitAdam(OneBitOptimizer):
         # The fused kernel does not raise versions. A shard without elements on this rank counts as changed, too: all
         # ranks must all-gather it anew.
         increment_version([row[0] for row in rows])
-        # The same bits as AdamW(fused=True), which on a GPU would need the steps there; they are in host memory.
+        # The same bits as AdamW(fused=True), which on a GPU needs step counts on the device; ours are in host memory.
         adamw_step(group, rows, fused=all(row[0].is_cpu for row in rows))
         self._update_variance([(parameter, grad_of(parameter)) for parameter in late])
         self._move(group, late, Rule.ADAM_GRADIENT)

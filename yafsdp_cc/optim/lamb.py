@@ -41,7 +41,7 @@ class Job(NamedTuple):
 
 
 Jobs: TypeAlias = "defaultdict[tuple[LambRule, Across, torch.device, bool], list[Job]]"
-"""Parameters that are updated and reduced alike, by key; a key ends with whether they are replicated."""
+"""Jobs that one kernel updates and one sum reduces; the last entry of a key is whether parameters are replicated."""
 
 
 class OneBitLamb(OneBitAdam):
@@ -147,7 +147,7 @@ class OneBitLamb(OneBitAdam):
                 # one order.
                 jobs[rule, summand.across, summand.local.device, spec.bounds is None].append(job)
         norms = _norms_of(jobs)
-        # all of them, as m₋₁ must be known when encoding begins, also of those that the last warm-up step has not used
+        # encoding needs m₋₁ of all parameters, also of those that the last warm-up step has not used
         if self.steps == self.warmup_steps:
             learned = [each for each in self._parameters if self._is_encoded(each)]
         if self.steps >= self.warmup_steps and self.form == "momentum":

@@ -65,7 +65,7 @@ def lamb_settings(group: dict[str, Any], trust: float, steps: float, seen: float
         seen: number of gradients in the second moment. 0: the weights are not changed.
     """
     (beta1, beta2), decay = group["betas"], group["weight_decay"]
-    stays = (beta1, 1 - beta1, 0.0, 1.0, 1.0, 0.0, 1.0, 0.0)  # a root of 1, so that nothing is divided by 0
+    stays = (beta1, 1 - beta1, 0.0, 1.0, 1.0, 0.0, 1.0, 0.0)  # the second moment is 1: nothing is divided by 0
     adam = adam_settings(group, steps, seen, trust) if seen else stays
     return *adam, decay, beta2, 1 - beta2, 1 / (1 - beta2**steps), 1 / (1 - beta1)
 
@@ -126,7 +126,7 @@ def _update_plainly(rule: LambRule, row: LambRow) -> Tensor:
     else:
         ratio = root / (root_of(row.fresh * unbias_fresh) + eps)
         first = step.clamp_(-largest, largest)
-    update = step + weights * decay if decay else step  # 0·inf would be NaN
+    update = step + weights * decay if decay else step  # without a decay nothing is added: 0·inf would be NaN
     found = [block_sum(block_sum(_by_blocks(each * each))) for each in (first, update)]
     found.append(_by_blocks(ratio).amax((1, 2)))
     if row.fresh is not None:

@@ -153,7 +153,7 @@ class Muon(MatrixOptimizer):
 @cache
 def _lacks_bf16(device: torch.device) -> bool:
     """Return whether the device computes products of bf16 with fp32 instructions."""
-    tell = getattr(torch.cpu, "get_capabilities", None)  # older versions of torch cannot tell
+    tell = getattr(torch.cpu, "get_capabilities", None)  # older versions of torch lack ``get_capabilities``
     if device.type != "cpu" or platform.machine() not in ("x86_64", "AMD64") or tell is None:
         return False
     has = tell()

@@ -196,7 +196,7 @@ class OneBitOptimizer(Optimizer):
         self._check_control()
         phase = self._phase_now
         if not self._unscale():
-            self._drop_exact_means()  # the next backward may not overwrite all of them
+            self._drop_exact_means()  # the next backward may leave some exact means as they are
             return loss
         if phase.keeps_exact:
             gradients = self._exact_gradients()
@@ -212,7 +212,7 @@ class OneBitOptimizer(Optimizer):
         return loss
 
     def _set_steps(self, steps: int) -> None:
-        """Set the number of steps, also in the groups for state dicts: no parameter need have been in all steps."""
+        """Set the number of steps here and, for state dicts, in all groups: a parameter may have made fewer."""
         self.steps = steps
         for group in self.param_groups:
             group[STEPS] = steps
@@ -227,7 +227,7 @@ class OneBitOptimizer(Optimizer):
                 f"a GradScaler steps this {type(self).__name__}, and its scale is unknown to the residuals: call "
                 "yafsdp_cc.follow_scaler(model, scaler) before the first backward"
             )
-        scale = getattr(self, "grad_scale", None)  # None if gradients are unscaled already
+        scale = getattr(self, "grad_scale", None)  # ``grad_scale`` is None if gradients are unscaled already
         if scale is not None:
             for parameter in self._parameters:
                 if parameter.grad is not None:
@@ -284,7 +284,7 @@ class OneBitOptimizer(Optimizer):
                     taken.add(buffer)
                     state.context.gather_stream.wait_for_caller()
                     group.prefetch()
-        yield list(left.values())  # replicated parameters
+        yield list(left.values())  # the parameters left are replicated
 
     # State
 
@@ -323,7 +323,7 @@ class OneBitOptimizer(Optimizer):
         # AdamW counts steps per parameter only
         seen = [int(state["step"]) for state in self.state.values() if "step" in state]
         self._set_steps(max(*recorded, *seen, 0))
-        for schedule in self._schedules:  # before residuals are loaded, which have the decay of the loaded state
+        for schedule in self._schedules:  # residuals, which are loaded later, have the decay of the loaded state
             schedule.follow_decay()
         for parameter in self._parameters:
             self._init_state(parameter)

@@ -196,5 +196,5 @@ def _adam(
 
 def root_of(squares: Tensor) -> Tensor:
     """Return correctly rounded square roots."""
-    # in double precision: torch's fp32 square root on a CPU is a vector library's, and not always correctly rounded
+    # torch's fp32 square root on a CPU is not always correctly rounded: take the root in double precision
     return squares.to(torch.float64).sqrt().to(squares.dtype)

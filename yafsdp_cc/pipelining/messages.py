@@ -177,7 +177,7 @@ class Encoded(Encoding):
         decoded = torch.empty_like(values, dtype=torch.float32)
         decode(codec, message, decoded)
         scales, _ = codec.parts(message, values.shape[1])
-        # In units of the scale no square overflows. A block that is zero or not finite becomes NaN here.
+        # Values are divided by the scale, so no square overflows. A zero or non-finite block becomes NaN here.
         steps, codes = (codec.blocks(each) / scales.unsqueeze(-1) for each in (values, decoded))
         along = (steps * codes).sum(-1)
         scales.mul_(torch.where(along > 0, steps.square().sum(-1) / along, 1.0))

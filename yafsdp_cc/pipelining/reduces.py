@@ -62,7 +62,7 @@ def measure_reduces(
     total = torch.zeros(part, device=device)
     synchronize = torch.get_device_module(device).synchronize
     work = torch.full((1,), float("inf"), dtype=torch.float64, device=device)
-    for _ in range(3):  # the best time: other work of the machine can only slow one down
+    for _ in range(3):  # the best time counts: other work of the machine can only slow a sum down
         synchronize(device)
         start = time.perf_counter()
         encode(made, gradients, messages, residual=residual)

@@ -84,7 +84,7 @@ class SampleIndex:
 
     @property
     def slots(self) -> list[int]:
-        """The slots of ``ids``."""
+        """Slots of the samples in the cache, in the order of ``ids``."""
         return list(self._slots.values())
 
     def load(self, ids: Sequence[int], slots: Sequence[int]) -> None:
@@ -247,7 +247,7 @@ class SampleCache:
         self._before[chunk, place] = self._submit(values.index_select, 0, rows)
 
     def _write(self, slots: list[int], place: int, kept: Tensor) -> None:
-        last = {slot: row for row, slot in enumerate(slots)}  # the last row of a sample that occurs twice
+        last = {slot: row for row, slot in enumerate(slots)}  # of a sample that occurs twice the last row counts
         rows = torch.tensor(list(last.values()), dtype=torch.int64, device="cpu")
         into = torch.tensor(list(last), dtype=torch.int64, device="cpu")
         values = self._values(place, kept.shape[1])

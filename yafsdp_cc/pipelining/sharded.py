@@ -46,7 +46,7 @@ class ShardedStage(PipelineStage):
             ValueError: the module is not sharded.
         """
         check_sharded(self.submod)
-        # ``last_backward`` is of the gradients of weights, which a schedule may compute later
+        # ``last_backward`` counts gradients of weights, which a schedule may compute later
         self._backwards += 1
         for spec in specs_below(self.submod):
             spec.settings.reduces = self._backwards == self.chunks

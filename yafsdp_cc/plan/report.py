@@ -106,7 +106,7 @@ class PlannedHost:
 
     @property
     def memory(self) -> dict[str, int]:
-        """Bytes by name, without the optimizer's."""
+        """Bytes by name of the kind of memory, without the optimizer's state."""
         return {
             "parameter shards": self.parameters,
             "gradient shards": self.gradients,
@@ -173,9 +173,9 @@ class Plan:
     host: PlannedHost | None = None
     """Bytes of offloaded shards; None if nothing is offloaded."""
     chosen: str = ""
-    """Codecs that ``compression="auto"`` has chosen so far, in words; communication and residuals are those of them."""
+    """Codecs that ``compression="auto"`` has chosen so far, in words; the plan's bytes and residuals are theirs."""
     arguments: tuple[PlannedArgument, ...] = ()
-    """Sources of the arguments, if some come from a run file or the like."""
+    """Arguments that a run file, the environment or the command line gave, each with its source."""
     dtypes: tuple[PlannedDtypes, ...] = ()
     """Dtypes of parameters, of the forward, and of what is sent."""
     whole_elements: int = 0

@@ -449,11 +449,11 @@ class _Content(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of buffers, those of messages not counted."""
+        """Bytes of buffers beside the messages."""
 
 
 class _Exact:
-    """Messages in fp32."""
+    """Moves weights by messages in fp32, without loss."""
 
     nbytes = 0
 

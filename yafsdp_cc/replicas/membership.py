@@ -88,7 +88,7 @@ class Round:
         return self.comm.rank in self.contributors
 
     def broadcast(self, tensor: Tensor) -> list[dist.Work]:
-        """Start to overwrite ``tensor`` with that of the source."""
+        """Start to overwrite ``tensor`` with the tensor of the member ``source``."""
         options = BroadcastOptions()
         options.rootRank, options.asyncOp = self.source, True
         return [self.comm.group.broadcast([tensor], options)]
@@ -145,7 +145,7 @@ class _Members(NamedTuple):
     """Number of ranks whose votes the round needs."""
     task: Task
     group: str
-    """Key under which the group was made."""
+    """Key of the store under which the round's process group was made."""
 
 
 _ARRIVAL, _MEMBERS = TypeAdapter(_Arrival), TypeAdapter(_Members)

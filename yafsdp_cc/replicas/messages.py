@@ -113,7 +113,7 @@ class BackgroundSum:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its buffers."""
+        """Bytes of the sum's buffer, residual and messages."""
         encoded = 0 if self._codec is None else self._messages.nbytes + self.residual.nbytes + self._counts.nbytes
         return self.total.nbytes + encoded
 
@@ -181,7 +181,7 @@ class PeerMessage:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its buffers and headers."""
+        """Bytes of the buffers and headers of both directions."""
         return self._sent.nbytes + self._received.nbytes + 2 * self.sent_header.nbytes
 
     def _exchange(self, sent: Tensor, received: Tensor, to: int, source: int, tag: int, async_op: bool) -> Works:
@@ -229,7 +229,7 @@ class PeerMailbox:
         self._receives = [group.recv([self._host_received], source, _DATA_TAG), self._receive_header()]
 
     def can_send(self) -> bool:
-        """Return whether ``sent`` is free."""
+        """Return whether the buffer ``sent`` may be overwritten: the peer has taken the last message."""
         return not self._sends or not self._received_receipt[0].isnan()
 
     def send(self, weight: float) -> None:
@@ -274,7 +274,7 @@ class PeerMailbox:
         self._wait(header, self._source)
         number, weight = self._received_header.tolist()
         self._silence = 0.0
-        if number == _END:  # the data's pending receive will take the next message
+        if number == _END:  # the pending receive of data will take the next message
             self._is_ended = True
             self._receives[1] = self._receive_header()
             return None

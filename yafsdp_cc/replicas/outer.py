@@ -189,7 +189,7 @@ class Outer(ReplicaSync):
 
     def before_step(self, optimizer: Optimizer) -> None:
         if not (self._left or self._moved or self.membership):
-            for each in self._fragments:  # the program may have loaded weights since
+            for each in self._fragments:  # the program may have loaded weights since the last round
                 each.load()
         if not self._left:
             return
@@ -317,7 +317,7 @@ class Outer(ReplicaSync):
         contributes = exchange.round.contributes
         if self._codec is None:
             total = fragment.delta.data
-            if fragment.total is not None:  # keep the outer gradient: an exchange may fail, and be repeated
+            if fragment.total is not None:  # an exchange may fail and be repeated, so the outer gradient is kept
                 total = fragment.total.data
                 total.copy_(fragment.delta.data) if contributes else total.zero_()
             exchange.buffers[n] = total
@@ -356,7 +356,7 @@ class Outer(ReplicaSync):
                 torch.div(exchange.buffers[n], len(current.contributors), out=delta)
             else:
                 delta.zero_()
-                for sender in current.contributors:  # one by one, as all at once would need a buffer for each
+                for sender in current.contributors:  # all messages at once would need a buffer for each
                     message = exchange.buffers[n].narrow(0, sender, 1)
                     error_feedback.decode_sum(self._codec, message, fragment.numel, delta, 0, delta)
                 fragment.delta.zero_padding()
@@ -404,7 +404,7 @@ class Outer(ReplicaSync):
         self._exchange(Task(moved, True))
         for each in self._fragments:
             each.adopt()
-        self._begin()  # weights may be rounded, in half precision
+        self._begin()  # half-precision weights round what was written: begin from them
 
     def _mean_residuals(self, current: Round) -> list[Tensor]:
         """Return the mean over replicas of each fragment's residual. A collective."""
@@ -521,7 +521,7 @@ class Outer(ReplicaSync):
 
     @torch.no_grad()
     def load_state(self, state: Mapping[str, Sequence[Tensor]]) -> None:
-        if self._pending is not None:  # drop residuals and sums of weights that were replaced
+        if self._pending is not None:  # loaded weights make residuals and sums of the old ones void
             self._count_handle.wait()
             self._pending.handle.wait()
             self._rounds.close(None)
@@ -609,7 +609,7 @@ class _Fragment:
         torch._foreach_copy_(self.of(self.outer.data), self.weights)
 
     def find_gradient(self) -> None:
-        """Compute Δ = θ − θᵢ."""
+        """Write Δ = θ − θᵢ, outer minus present weights, to ``delta``."""
         torch._foreach_copy_(self.of(self.delta.data), self.weights)
         torch.sub(self.outer.data, self.delta.data, out=self.delta.data)
         self.steps = 0
@@ -645,7 +645,7 @@ def _is_like(value: Any, parameter: nn.Parameter) -> bool:
 
 
 def _fits(value: Any, own: Any, parameter: nn.Parameter) -> bool:
-    """Return whether ``value`` of another replica can replace ``own``, if there is one."""
+    """Return whether another replica's ``value`` has the form of ``own``; any value has where ``own`` is None."""
     if own is None:
         return True
     if value is None or _is_like(own, parameter):

@@ -64,12 +64,12 @@ _RESIDUAL = "residual"
 
 @dataclass
 class _Step:
-    """A step whose sum is in flight."""
+    """A step of the optimizer whose sum over replicas is in flight."""
 
     used: Sequence[bool]
     """Whether each parameter has a gradient on this replica; once the sum has arrived, on any replica."""
     settings: list[dict[str, Any]]
-    """Settings of the optimizer's parameter groups."""
+    """Settings of the optimizer's parameter groups when the gradients were made."""
 
 
 class Overlap(ReplicaSync):
@@ -150,7 +150,7 @@ class Overlap(ReplicaSync):
             kept.data.copy_(total.data)
             self._read(total)
             self._hide()
-        elif arrived is None:  # nothing to commit
+        elif arrived is None:  # no sum has arrived: nothing is committed
             self._read(kept)
             total.data.copy_(kept.data)
             self._hide()
@@ -282,7 +282,7 @@ class Overlap(ReplicaSync):
             self._hide()
             self._wait(step)
             if self.half_batches and self._first is None:
-                self._steps += 1  # leave the step: replicas that are still in it would otherwise go on
+                self._steps += 1  # counting ends the step; replicas still within the step would otherwise go on
             self._show(step, self._join_halves(step))
             with with_settings(optimizer, step.settings):
                 step_on(optimizer, members)

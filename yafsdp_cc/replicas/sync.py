@@ -373,7 +373,7 @@ def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
 @contextmanager
 def with_settings(optimizer: Optimizer, settings: Sequence[Mapping[str, Any]]) -> Iterator[None]:
     """Use ``settings`` in the parameter groups inside the block."""
-    before = [dict(group) for group in optimizer.param_groups]  # restore the very tensors, which schedulers write to
+    before = [dict(group) for group in optimizer.param_groups]  # shallow copies: schedulers write to the same tensors
     set_settings(optimizer, settings)
     try:
         yield

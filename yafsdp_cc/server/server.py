@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 REQUEST, ANSWER, NOTHING = 1, 2, 3
 """Tags of messages; no message is ever sent with NOTHING."""
 PUSH, PULL, CLOSE = range(3)
-"""Requests; a gradient follows PUSH."""
+"""Codes of the requests that a worker sends; a gradient follows PUSH."""
 _FOREVER = timedelta(days=365)
 """Time that a thread waits for a request: until the connection breaks."""
 _servers = itertools.count()
@@ -288,7 +288,7 @@ class ParameterServer:
 
     def _serve(self, peer: int) -> None:
         request, message = torch.full((1,), PULL, device="cpu"), torch.empty_like(self._messages[0])
-        try:  # what is raised is noted, and raised by the worker's own thread at its next request
+        try:  # the worker's own thread raises a noted exception at its next request
             while request != CLOSE:
                 self._wait([self._start(dist.irecv, request, peer, REQUEST)], _FOREVER)
                 if request == PULL:
@@ -299,7 +299,7 @@ class ParameterServer:
                 elif request != CLOSE:
                     raise self._error(f"rank {peer} has sent {request.item():g}, which is no request")
             self._finish(peer)
-        except Exception as error:  # of lr_lambda, for example: the others would wait until their time is over
+        except Exception as error:  # lr_lambda, for example, may raise: the others would wait until their timeout
             self._error(f"rank {self._rank} has failed: {type(error).__name__}: {error}")
 
     def _update(self, worker: int, message: Tensor) -> None:

@@ -129,7 +129,7 @@ def assemble(model: nn.Module) -> FSDPState:
     engines.add(state)
     _connect(state)
     for flat in state.flats:
-        if flat.trainable or flat.sharded_grad is not None:  # a frozen one may still have a residual
+        if flat.trainable or flat.sharded_grad is not None:  # frozen parameters may still have a residual
             context.bind_reduce(flat)
     for old in retired:
         context.has_warned |= old.context.has_warned
@@ -271,7 +271,7 @@ def _derived_group(info: MeshInfo, size: int) -> dist.ProcessGroup:
     group = info.shard_group
     first = group.rank() // size * size
     members = dist.get_process_group_ranks(group)[first : first + size]
-    timeout = timeout_of(group)  # the shard group's timeout, not torch's default
+    timeout = timeout_of(group)  # the replicas' group takes the shard group's timeout, not torch's default
     return group_once(group, size, lambda: new_group(members, timeout))
 
 
@@ -335,7 +335,7 @@ def _try_exchange(gather: Communicator, reduce: Communicator, dtype: torch.dtype
     trial = ExactReduceScatter(grads.numel(), dtype)
     trial.bind(CommContext(reduce, ScratchBuffers(device), lambda kind, name: None))
     try:
-        # As on a stream: issued for the current stream, with works to wait for on some backends.
+        # Both collectives are issued for the current stream; some backends return works to wait for.
         for work in (*gather.all_gather(gathered, own, async_op=False), *trial.start(grads, async_op=False)):
             work.wait()
         total, gathered = trial.finish_whole(grads).cpu(), gathered.cpu()
@@ -347,7 +347,7 @@ def _try_exchange(gather: Communicator, reduce: Communicator, dtype: torch.dtype
 
 @torch.no_grad()
 def _try_all_reduce(replicas: Communicator) -> str:
-    """Sum such numbers over replicas, as partial sums are; return the error, or ""."""
+    """Sum trial numbers over replicas as the engine sums partial sums; return the difference as a text, or ""."""
     mine, totals = _trial_numbers(replicas)
     total = mine.to(replicas.device)
     try:
@@ -406,7 +406,7 @@ def _role(spec: ParamGroupSpec, specs: Sequence[ParamGroupSpec], own: ParamGroup
 
 
 def _make_collectives(context: GroupContext, group: ParamGroup, contexts: ContextsByMesh) -> None:
-    """Make the collectives of a group; those of reduces once, as they have residuals. Bind all-gathers."""
+    """Make a group's collectives and bind its all-gathers. Sums are made once only, as they have residuals."""
     factory, settings, info = group.spec.collectives, group.spec.settings, group.spec.info
     gather, reduce = contexts[info.mesh]
     keeps = settings.keeps_unsharded or group.role == "root"

@@ -19,8 +19,8 @@ EDGES = {nn.Embedding, nn.Linear, *CONVOLUTIONS}
 
 
 def find_blocks(model: nn.Module, paths_of: Paths) -> list[nn.Module]:
-    """Return the blocks that the model names if they hold most parameters, embeddings and heads aside; else its
-    repeated blocks if these do; else the named ones all the same; else a small model itself."""
+    """Return the blocks that the model names if they hold most parameters beside embeddings and heads; else its
+    repeated blocks; else the named blocks all the same; else the model itself if it is small."""
     named = _without_stages(named_blocks(model))
     if named and _hold_most(named, paths_of):
         return named

@@ -439,7 +439,7 @@ _full_tensor: Callable[[FlatDTensor, GradReduction], torch.Tensor] = _FullTensor
 
 
 def _reduction_of(spec: ShardSpec, placements: Sequence[Any] | None) -> GradReduction:
-    found = () if placements is None else placements[: spec.mesh.ndim]  # the placements of tensor parallelism come last
+    found = () if placements is None else placements[: spec.mesh.ndim]  # placements of tensor parallelism come last
     kinds = {each.reduce_op if isinstance(each, Partial) else "same" for each in found}
     partial = kinds - {"same"}
     if partial - {"sum", "avg"} or len(partial) > 1:
@@ -524,7 +524,7 @@ def take_grads_of_autograd(parameter: torch.Tensor) -> None:
     if not parameter.is_floating_point():
         return
     requires_grad = parameter.requires_grad
-    parameter.requires_grad_(True)  # a hook can be registered only while it requires a gradient
+    parameter.requires_grad_(True)  # torch registers a hook only while the parameter requires a gradient
     DTensor.register_hook(parameter, functools.partial(_take_grad, cast("FlatDTensor", parameter).shard_spec))
     parameter.requires_grad_(requires_grad)
 
@@ -648,7 +648,7 @@ def _operand(func: Any, spec: ShardSpec | None, value: Any) -> Any:
     if spec is None:
         return value
     if _is_derivative(func) and value.is_floating_point() and value.shape in ((), spec.global_shape):
-        # a gradient of the full shape, from an operation on whole tensors: this rank's range of the mean over ranks
+        # a gradient of the full shape, from an operation on whole tensors, gives this rank's range of the ranks' mean
         return _plain_grad(spec, value)
     if func in _TAKE_WHOLE:
         if isinstance(value, DTensor):
@@ -663,7 +663,7 @@ def _operand(func: Any, spec: ShardSpec | None, value: Any) -> Any:
             value = cast("DTensor", value.detach()).full_tensor()
         if value.shape == spec.global_shape:
             return spec.local_of_full(value)
-    # A number may have dimensions of size 1, as long as they would not show in the result.
+    # A tensor of one element counts as a number if broadcasting it adds no dimension to the result.
     if value.numel() != 1 or value.dim() > min(len(spec.shape), len(spec.local_shape)):
         kind = f"DTensor placed as {value.placements}" if isinstance(value, DTensor) else "plain tensor"
         also = _STATE_OF_TORCH if isinstance(value, DTensor) or value.shape == spec.global_shape else ""
@@ -803,7 +803,7 @@ def _draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatDTens
 
 
 def _same_where_replicated(flat: FlatDTensor) -> None:
-    """Give ranks that hold the same elements the values of the first: their seeds may differ."""
+    """Give all ranks that hold the same elements the first such rank's values: their seeds may differ."""
     local, spec = flat._local_tensor, flat.shard_spec
     for part in tensors_of(local):
         broadcast_from_first(part, spec.mesh, replicas_only=spec.bounds is not None)
@@ -818,7 +818,7 @@ def _of_own_shape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> F
     if size is not None and tuple(size) != tuple(spec.global_shape):
         if spec.tensor_parallel is not None or func._schema.name not in ("aten::view", "aten::_unsafe_view"):
             _refuse(func, spec, f" of shape {list(size)}")
-        spec = replace(spec, shape=torch.Size(infer_size(size, spec.numel)))  # the same range of elements
+        spec = replace(spec, shape=torch.Size(infer_size(size, spec.numel)))  # the shape alone changes
         return _wrap(local.view(spec.local_shape), spec)
     if func._schema.name.startswith("aten::new_"):
         if func is aten.new_empty_strided.default:
@@ -872,7 +872,7 @@ def _loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Handle ``mse_loss`` and the like, element by element and then reduced, and their derivatives."""
     given = {each.name: each.default_value for each in func._schema.arguments}
     given |= reductions.arguments_of(func, args, kwargs)
-    reduction, given["reduction"] = given["reduction"], 0  # none, mean, sum
+    reduction, given["reduction"] = given["reduction"], 0  # 0 is reduction="none"
     elements = given["self"]
     if "grad_output" not in given:
         lost = _out_of_place(func, tuple(given.values()), {})
@@ -984,7 +984,7 @@ def _handler_of(func: Any) -> Callable[..., Any]:
         return _refused
     if func in _EXTREMES:
         return _reduce
-    if func is aten.view.dtype:  # elements are reinterpreted, not reshaped
+    if func is aten.view.dtype:  # ``view(dtype)`` reinterprets elements
         return _refused
     if name in _HANDLERS:
         return _HANDLERS[name]

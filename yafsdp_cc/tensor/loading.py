@@ -63,11 +63,11 @@ def _convert(part: FlatParam, converted: Tensor, policy: MixedPrecisionPolicy) -
     part.reduce_dtype = policy.reduce_dtype or part.compute_dtype
     part.sharded_grad = None
     if isinstance(part, HostFlatParam) and not converted.is_meta:
-        # pinned, if the policy asks for it
+        # ``zeros`` pins memory if the policy asks for it
         converted = part.host.zeros(converted.numel(), converted.dtype).copy_(converted)
     part.use_sharded(converted)
     for param in part.params:
-        is_waiting = param.local.is_meta  # it remains unwritten: it has no values
+        is_waiting = param.local.is_meta  # a parameter from the meta device has no values yet
         param.local = param.local_range(converted)
         param.local = param.local.to("meta") if is_waiting else param.local
         _show(param.parameter, param)
@@ -84,7 +84,7 @@ def _materialize(part: FlatParam, params: Sequence[FSDPParam], fn: Callable[[Ten
                     f'not to {shard.device}: call model.to_empty(device="cpu"), and move the buffers where they are '
                     "used"
                 )
-            shard = part.host.zeros(shard.numel(), shard.dtype)  # pinned, if the policy asks for it
+            shard = part.host.zeros(shard.numel(), shard.dtype)  # ``zeros`` pins memory if the policy asks for it
         part.use_sharded(shard)
     for param in params:
         param.local = param.local_range(part.sharded)
@@ -199,7 +199,7 @@ def _take_over_assigned(
     for attribute, param in params:
         value = state_dict.get(prefix + attribute)
         if not isinstance(value, Tensor) or value.shape != param.parameter.shape:
-            continue  # torch's own message explains it
+            continue  # torch's own message explains the mismatch
         if module._parameters.get(attribute) is not param.parameter:
             raise ValueError(
                 f"load_state_dict(assign=True) inside whole_parameters, or after '{param.spec.name}' was replaced, "
@@ -258,7 +258,7 @@ def patch_torch() -> None:
 
     @functools.wraps(distribute)
     def distribute_state_dict(full: dict[str, Any], local: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        # in the order of ``full``, the same on every rank: copying from a DTensor is a collective
+        # copying from a DTensor is a collective: follow the order of ``full``, which is the same on every rank
         filled = [key for key, x in full.items() if type(local.get(key)) is FlatDTensor and isinstance(x, torch.Tensor)]
         for key in filled:
             local[key] = _filled(local[key], full[key])

@@ -59,7 +59,7 @@ class Reduction(NamedTuple):
         return results if self.order in (0, 1) else results.pow(self.order)
 
     def from_partial(self, partials: torch.Tensor) -> torch.Tensor:
-        """Convert reduced partials to the result."""
+        """Convert partials, reduced over ranks, to the result of the operation."""
         if not self.is_sum:
             return partials if self.order > 0 else -partials
         if self.order == 2:
@@ -99,7 +99,7 @@ fingerprints: weakref.WeakKeyDictionary[dist.ProcessGroup, Any] = weakref.WeakKe
 
 
 def check_not_refused(what: str, groups: Sequence[dist.ProcessGroup]) -> None:
-    """Raise if ``what``, a collective outside of forwards and backwards, is forbidden now, or ranks make others."""
+    """Raise if ``what``, a collective outside of forwards, is forbidden now, or if ranks issue different ones."""
     for refuse in refusals:
         refuse(what)
     for group in groups:
@@ -246,7 +246,7 @@ def reduce_lazily(
     """
     present = [each.counts and each.local.numel() > 0 for each in summands]
     locals_ = [each.local for each, is_here in zip(summands, present, strict=True) if is_here]
-    # stack, so that the number of kernels does not grow with the number of tensors
+    # numbers are stacked, so that the number of kernels does not grow with the number of tensors
     numbers = [
         each if type(each) in PLAIN else torch.tensor(each.item(), dtype=each.dtype, device=each.device)
         for each in (of_locals(locals_) if locals_ else ())

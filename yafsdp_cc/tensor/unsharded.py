@@ -50,7 +50,7 @@ def register_until_reshard(state: FSDPState, spec: ParamGroupSpec, group: ParamG
         group: None where all parameters of ``spec`` are replicated.
     """
     if group is not None and group.held is not None and not group.registers_held:
-        unshard_until_reshard(group)  # gathers again if the weights have changed
+        unshard_until_reshard(group)  # gather again if the weights have changed
         group.registers_held = True
         group.context.wait(group.held.buffer.handle)
         group.register_unsharded(group.leaves(group.held))

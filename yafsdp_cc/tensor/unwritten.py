@@ -85,7 +85,7 @@ def _is_unwritten(tensor: Tensor, local: Tensor | None = None) -> bool:
     if local is None:
         local, version = local_tensor(tensor), tensor.__dict__[_VERSION]
         if version is not None and local._version != version:
-            return False  # a shard's version is that of its flat buffer, and tells nothing of the parameter
+            return False  # a shard has its flat buffer's version, which tells nothing of the parameter
     filling, parts = _filling(local), list(_bytes_of(local))
     # the first byte differs in nearly every written tensor
     return bool(parts) and all(
