@@ -362,7 +362,7 @@ def load_plain(stream: IO[bytes]) -> Any:
     if zipfile.is_zipfile(stream):
         with zipfile.ZipFile(stream) as archive:
             if packed := next((each.filename for each in archive.infolist() if each.compress_type), ""):
-                raise ValueError(f"its '{packed}' is compressed, as torch.save writes none")
+                raise ValueError(f"its entry '{packed}' is compressed, and torch.save writes none that are")
     stream.seek(0)
     # Transformer Engine's extra states are in a ``BytesIO``, and pickles have empty ``bytes`` made by their class.
     with torch.serialization.safe_globals([io.BytesIO, bytes]):

@@ -448,7 +448,7 @@ class Encoder(ABC):
             start: a multiple of ``step``.
             total: as long; overwritten.
         """
-        raise NotImplementedError(f"{type(self).__name__} sends no differences")
+        raise NotImplementedError(f"{type(self).__name__} does not encode differences to an estimate")
 
     @abstractmethod
     def sent_bytes(self) -> int:

@@ -134,7 +134,7 @@ def broadcast_values(tensors: Sequence[Tensor], mesh: DeviceMesh) -> None:
     """Give every rank the elements of the first rank's tensors, of any dtype."""
     for tensor in tensors:
         whole = tensor.contiguous()
-        broadcast_from_first(whole.view(-1).view(torch.uint8), mesh)  # bytes: not every dtype is carried
+        broadcast_from_first(whole.view(-1).view(torch.uint8), mesh)  # as bytes: gloo does not carry every dtype
         if whole is not tensor:
             tensor.copy_(whole)
 

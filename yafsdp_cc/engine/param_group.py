@@ -396,7 +396,9 @@ class ParamGroup(StepState):
 
     def overflow(self) -> UnshardedParams:
         self.context.counters.overflow_buffers += 1
-        with torch.inference_mode(False):  # a later backward may read it
+        with torch.inference_mode(
+            False
+        ):  # a later backward may read the buffer, and autograd refuses inference tensors
             buffer = Buffer(unsharded_bytes(self.flats), self.context.device, self.context.gather_stream)
             # streams that read this memory before have finished with it at this point
             buffer.last_use = self.context.gather_stream.record()

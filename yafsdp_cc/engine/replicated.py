@@ -69,7 +69,7 @@ class ReplicatedFlatParam(FlatParam):
     def check_unwritten(self) -> None:
         """Raise a ``RuntimeError`` where a forward has written to the copies."""
         if self.has_copies and self.computed._version != self.seen_version:
-            self.copied_version = -1  # the next forward copies anew
+            self.copied_version = -1  # the next forward copies the shards again
             names = ", ".join(f"'{param.spec.name}'" for param in self.params[:3])
             raise RuntimeError(
                 f"a forward has written in place to one of {names}, ..., whose values in {self.computed.dtype} are "
@@ -151,7 +151,8 @@ class ReplicatedParams:
     def refresh(self) -> None:
         """Copy all parameters to the dtype of the forward, also where torch has counted no write to a shard."""
         copies = [(flat, flat.copy_target()) for flat in self.flats if flat.has_copies]
-        if near := [(flat, copy) for flat, copy in copies if not flat.host_bytes]:  # in one kernel
+        # copies on the device of their shards take one kernel
+        if near := [(flat, copy) for flat, copy in copies if not flat.host_bytes]:
             torch._foreach_copy_([copy for _, copy in near], [flat.sharded for flat, _ in near])
         for flat, copy in copies:
             if flat.host_bytes:

@@ -289,7 +289,7 @@ class FSDPState(_ModelStep):
             context.gather_stream.wait_event(stepped[0])
         if stepped is None or stepped[1] != [group.versions() for group in self.groups]:
             context.gather_stream.wait_for_caller()  # the optimizer's step is on the caller's stream
-        self._caller = _Caller()  # set first: ``drop_interrupted`` finds any later interrupt by it
+        self._caller = _Caller()  # before the iteration: ``drop_interrupted`` finds an interrupt by the caller
         self.iteration = iteration = IterationState(self)
         self._iterations.add(iteration)
         context.in_forward = True
@@ -855,12 +855,12 @@ class GroupCall:
         backward = state.reach(iteration)
         backward.end_calls(iteration, self.index)
         state.check_flow(f"unit '{self.group.name}'", grads)
-        if not any(self in each.begun for each in state.backwards):  # the gradient came in by another way
+        if not any(self in each.begun for each in state.backwards):  # by a way around the outputs
             self._check_weights()
         if self.is_expected and backward.reduces:
             iteration.advance(backward, self, ends=True)
         else:
-            backward.end_calls(iteration, self.index - 1)  # this one
+            backward.end_calls(iteration, self.index - 1)  # ends this call, too
         return grads
 
     def begin(self, backward: Backward) -> BegunCall:

@@ -83,7 +83,7 @@ class _Reader:
         if type(item) in _PLAIN:
             return item
         if not depth or type(item) is not list or not item:
-            raise ValueError(f"lists are more than {_DEEPEST} deep, or of no kind")
+            raise ValueError(f"lists are nested more than {_DEEPEST} deep, or do not begin with their kind")
         kind, *content = item
         if kind == "tensor":
             return self._read_tensor(*content)
@@ -94,9 +94,9 @@ class _Reader:
     def _read_tensor(self, name: str, shape: list[int]) -> Tensor:
         dtype = _DTYPES[name]
         if not all(type(size) is int and 0 <= size < 1 << 31 for size in shape):
-            raise ValueError(f"a tensor of shape {shape}")
+            raise ValueError(f"{shape} is no shape of a tensor")
         nbytes = prod(shape) * dtype.itemsize
         if nbytes > len(self.left):
-            raise ValueError(f"a tensor of {nbytes} bytes, where {len(self.left)} are left")
+            raise ValueError(f"a tensor of {nbytes} bytes, and the message has {len(self.left)} bytes left")
         data, self.left = self.left[:nbytes], self.left[nbytes:]
         return data.clone().view(dtype).view(shape)
