@@ -102,7 +102,7 @@ def test_a_full_disk_of_one_rank(tmp_path):
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
     for asynchronous in (False, True):
-        with pytest.raises(RuntimeError, match=r"saving .*: rank 1: .*(File too large|unexpected pos|failed writing)"):
+        with pytest.raises(RuntimeError, match=r"saving .*: rank 1: .*File too large"):
             yafsdp_cc.save(folder, model, optimizer, asynchronous=asynchronous, step=2).result()
     dist.barrier()  # rank 0 clears away what was written, after all have been told
     assert [each.name for each in folder.parent.iterdir()] == [folder.name]

@@ -47,6 +47,8 @@ class CheckpointWriter(FileSystemWriter):
         """Write as torch's writer does, and add the checksum of each entry."""
         with files.writing(Path(self.path), _bytes(plan)):
             done = super().write_data(plan, planner)
+            if self.transforms.failures:
+                raise self.transforms.failures[0]
         for result in done.value():
             vars(result.storage_data)[CRC] = self.transforms.streams[result.index].crc
         return done
@@ -69,24 +71,34 @@ class _SummingTransforms:
 
     def __init__(self) -> None:
         self.streams: dict[MetadataIndex, _SummingStream] = {}
+        self.failures: list[OSError] = []
+        """The first error of a write, which is raised when torch's code has returned."""
 
     def transform_save_stream(self, item: WriteItem, stream: IO[bytes]) -> tuple[_SummingStream, list[str]]:
-        self.streams[item.index] = summing = _SummingStream(stream)
+        self.streams[item.index] = summing = _SummingStream(stream, self.failures)
         return summing, []
 
 
 class _SummingStream(io.RawIOBase):
-    """Writes to another stream, which it does not close, and computes the CRC-32 of the bytes."""
+    """Writes to another stream, which it does not close, and computes the CRC-32 of the bytes.
 
-    def __init__(self, stream: IO[bytes]) -> None:
-        self._stream, self.crc = stream, 0
+    ``write`` raises nothing: an exception that comes through torch's native writer damages the memory of torch 2.11.
+    """
+
+    def __init__(self, stream: IO[bytes], failures: list[OSError]) -> None:
+        self._stream, self._failures, self.crc = stream, failures, 0
 
     def writable(self) -> bool:
         return True
 
     def write(self, data: Any) -> int:
         self.crc = zlib.crc32(data, self.crc)
-        return self._stream.write(data)
+        if not self._failures:
+            try:
+                self._stream.write(data)
+            except OSError as error:
+                self._failures.append(error)
+        return memoryview(data).nbytes
 
 
 def _bytes(plan: SavePlan) -> int:
