@@ -203,7 +203,7 @@ def autotuner_of(model: nn.Module) -> CodecAutotuner:
 
 def set_patience(seconds: float) -> None:
     """Set how long a rank whose collective fails waits for what the others tell."""
-    mesh._TIMEOUT = seconds
+    agreement._TIMEOUT = seconds
 
 
 def set_tuned_codecs(model: nn.Module, codecs: Sequence[str]) -> None:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import yafsdp_cc
 from tests.internals import set_patience
 from tests.models import WIDTH, Block, Mlp, stack
 from tests.ranks import on_ranks, ranks, short_timeout
-from tests.twins import inputs, mine, refusal, seeded, twins
+from tests.twins import inputs, means, mine, refusal, seeded, square, twins
 
 
 @pytest.mark.parametrize("odd", [0, 2, 3])
@@ -182,3 +184,27 @@ def test_a_rank_that_takes_no_part_any_more_is_named_as_such() -> None:
     assert said.startswith("an operation failed: no answer from rank 1, which ended or hangs"), said
     assert "rank 1: no answer" in said, said
     assert "same order" not in said, said
+
+
+@ranks(4, patience=4)
+def test_a_norm_that_one_rank_of_a_replica_reads_alone() -> None:
+    """Its replica is told; a replica may read without the others."""
+    set_patience(1.0)
+    dist.distributed_c10d.default_pg_timeout = timedelta(seconds=4)
+    mesh = init_device_mesh("cpu", (2, 2))
+    model, plain = twins(Mlp, mesh=mesh)
+    square(model, mine(inputs())).backward()
+    truth = means(plain, square, inputs())
+    if dist.get_rank() < 2:
+        norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
+        expected = torch.nn.utils.get_total_norm([grad for grad in truth.values() if grad is not None])
+        torch.testing.assert_close(norm.full_tensor(), expected)
+    if dist.get_rank() == 2:
+        said = refusal(lambda: model.enter.weight.grad.norm().item())
+    else:
+        said = refusal(lambda: [square(model, mine(inputs())).backward() for _ in range(3)])
+    if dist.get_rank() == 2:
+        assert "an operation failed: no answer from rank 3, which ended or hangs" in said, said
+        assert "rank 2: 0 operations, the last: ; next: read a norm, sum, mean or extreme" in said, said
+    else:
+        assert said.startswith("an operation failed: "), said

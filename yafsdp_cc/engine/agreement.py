@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from torch.distributed.distributed_c10d import _get_default_store
 
-from yafsdp_cc.engine.checks import table_of_ranks
 from yafsdp_cc.engine.mesh import backend_of, is_python_group, timeout_of
 from yafsdp_cc.engine.step_state import StepState, history
 
@@ -72,7 +71,7 @@ class Agreement(StepState):
     last: deque[Operation] = history(partial(deque, maxlen=_SHOWN))
 
     def __init__(self, rank: int, ranks: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> None:
-        self._rank, self._world, self._store = rank, len(ranks), _get_default_store()
+        self._rank, self._ranks, self._world, self._store = rank, list(ranks), len(ranks), _get_default_store()
         self.has_peers = self._world > 1 and not is_python_group(group) and backend_of(group, device) != "fake"
         """Whether other ranks answer questions."""
         self._key = f"yafsdp_cc/fingerprint/{zlib.crc32(repr(list(ranks)).encode())}"
@@ -153,12 +152,29 @@ class Agreement(StepState):
         mine = f"{self.count} operations, the last: {last}{following}"
         if doing:
             mine += "\n    " + doing.replace("\n", "\n    ")
-        reason, table = exchange_over_store(self._store, f"{self._key}/last", self._rank, self._world, mine)
+        reason, table = exchange_over_store(self._store, f"{self._key}/last", self._rank, self._ranks, mine)
         return RuntimeError(
             f"an operation failed: {reason}. Run the same forwards and backwards, freeze the same parameters and call "
             "set_requires_gradient_sync alike (parameters inside a unit may go unused).\n"
             f"What ranks did last:\n{table}\n{error}"
         )
+
+
+class ReadAgreement(Agreement):
+    """Agreement of the ranks that hold one replica on what they read, such as a norm.
+
+    Replicas may read without each other, so what they read has no place among the operations of all ranks, and nothing
+    is expected: each read asks.
+    """
+
+    def agree(self, kind: str, what: str) -> None:
+        """Return once all ranks of the replica are known to issue the same read next.
+
+        Raises:
+            RuntimeError: ranks read different numbers, or a rank reads none within the time-out.
+        """
+        if self.has_peers:
+            self._ask((kind, what, (), ()), (), lambda waited: "reading; other ranks may be in a forward or backward")
 
 
 def _next_number(before: Operation, after: Operation) -> tuple[int, int] | None:
@@ -232,7 +248,7 @@ _NAMED = 8
 """Ranks without an answer that an error names."""
 
 
-def exchange_over_store(store: Store, key: str, rank: int, world: int, text: str) -> tuple[str, str]:
+def exchange_over_store(store: Store, key: str, rank: int, ranks: Sequence[int], text: str) -> tuple[str, str]:
     """Tell the other ranks ``text`` where collectives no longer work.
 
     Returns:
@@ -241,14 +257,14 @@ def exchange_over_store(store: Store, key: str, rank: int, world: int, text: str
     until, answers = time.monotonic() + _TIMEOUT, []
     with suppress(RuntimeError, ValueError):  # the store may be gone with the rank or the launcher that held it
         store.set(f"{key}/{rank}", text)
-    for other in range(world):
+    for other in range(len(ranks)):
         try:
             left = max(until - time.monotonic(), _GLANCE)
             store.wait([f"{key}/{other}"], timedelta(seconds=left))
             answers.append(store.get(f"{key}/{other}").decode())
         except (RuntimeError, ValueError):
             answers.append(text if other == rank else "no answer")
-    silent = [str(other) for other, answer in enumerate(answers) if answer == "no answer"]
+    silent = [str(ranks[other]) for other, answer in enumerate(answers) if answer == "no answer"]
     reason = "every rank must issue the same operations in the same order"
     if silent:
         who = ", ".join(silent[:_NAMED]) + (f" and {len(silent) - _NAMED} more" if len(silent) > _NAMED else "")
@@ -256,4 +272,4 @@ def exchange_over_store(store: Store, key: str, rank: int, world: int, text: str
             f"no answer from rank {who}, which ended or hangs: see its own output. A rank with fewer batches than the "
             "others needs yafsdp_cc.uneven(model); a forward, evaluation's too, must not stand under `if rank == 0`"
         )
-    return reason, table_of_ranks(answers)
+    return reason, "\n".join(f"  rank {other}: {answer}" for other, answer in zip(ranks, answers, strict=True))

@@ -95,7 +95,8 @@ refusals: list[Callable[[str], None]] = []
 
 
 fingerprints: weakref.WeakKeyDictionary[dist.ProcessGroup, Any] = weakref.WeakKeyDictionary()
-"""The ``CollectiveFingerprint`` that engines without replicas share on a shard group, where one may read alone."""
+"""The ``CollectiveFingerprint`` that engines without replicas share on a shard group; with replicas, the
+``ReadAgreement`` of one replica."""
 
 
 def check_not_refused(what: str, groups: Sequence[dist.ProcessGroup]) -> None:
