@@ -19,6 +19,9 @@ INSTALLED := $(VENV)/installed-$(shell echo '$(TORCH)' | cksum | cut -d ' ' -f 1
 FILES_AT_ONCE := -n 3 --dist loadfile --no-loadscope-reorder
 PYTEST = $(VENV)/bin/python -m pytest $(FILES_AT_ONCE)
 
+# Each worker and each process that tests start would compile the package anew, and each worker all tests, too.
+unexport PYTHONDONTWRITEBYTECODE
+
 # The native kernels: what is changed is built again.
 CSRC := $(wildcard csrc/*.* csrc/*/*.* csrc/*/*/*.*)
 
