@@ -186,6 +186,18 @@ def test_a_rank_that_takes_no_part_any_more_is_named_as_such() -> None:
     assert "same order" not in said, said
 
 
+@ranks(2, patience=4)
+def test_a_tensor_that_one_rank_alone_reads_before_an_engine_is_made() -> None:
+    """gloo would abort where the two ranks' messages differ in length."""
+    set_patience(1.0)
+    model = yafsdp_cc.fully_shard(seeded(Mlp))
+    if dist.get_rank() == 0:
+        said = refusal(lambda: model.enter.weight.full_tensor())
+        assert "an operation failed: no answer from rank 1, which ended or hangs" in said, said
+    else:
+        assert refusal(lambda: square(model, mine(inputs())).backward())
+
+
 @ranks(4, patience=4)
 def test_a_norm_that_one_rank_of_a_replica_reads_alone() -> None:
     """Its replica is told; a replica may read without the others."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
 import yafsdp_cc
@@ -14,7 +15,7 @@ from tests.twins import mine, same_weights, seeded, trains_on, twins, whole
 
 @pytest.mark.parametrize("write", [False, True])
 @ranks(2)
-def test_whole_parameters(write: bool) -> None:
+def test_whole_parameters(write: bool, caplog: pytest.LogCaptureFixture) -> None:
     model, plain = twins(lambda: Transformer(tied=True))
     original = seeded(lambda: Transformer(tied=True))
     batches = CASES["transformer"].batches(2)
@@ -27,6 +28,8 @@ def test_whole_parameters(write: bool) -> None:
             assert torch.equal(parameter, plain.get_parameter(name)), name
             parameter.mul_(0.5)
             plain.get_parameter(name).mul_(0.5)
+    dropped = f"was written to ({len(names)} in all), and the change is dropped: pass write=True to keep it"
+    assert (dropped in caplog.text) is (not write and dist.get_rank() == 0), caplog.text
     same_weights(model, plain if write else original)
     trains_on(model, plain if write else original, next_token, [batches])
     with pytest.raises(ZeroDivisionError), yafsdp_cc.whole_parameters(model, write=write):

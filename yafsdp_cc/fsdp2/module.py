@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import logging
 import sys
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -643,9 +644,14 @@ def whole_parameters(model: nn.Module, *, write: bool = False) -> Iterator[None]
     }
     for param, whole in wholes.items():
         param.set_parameter(in_class_of(param, whole))
+    versions = {param: whole._version for param, whole in wholes.items()}
     try:
         yield
     finally:
+        changed = [param.spec.name for param, whole in wholes.items() if whole._version != versions[param]]
+        if changed and not write and state.context.gather.comm.rank == 0:
+            told = f"whole_parameters: '{changed[0]}' was written to ({len(changed)} in all), and the change is dropped"
+            logging.getLogger("yafsdp_cc").warning("%s: pass write=True to keep it", told)
         for param, whole in wholes.items():
             if write:
                 with torch.no_grad():

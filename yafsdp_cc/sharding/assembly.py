@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.distributed_c10d import _get_default_store
 
-from yafsdp_cc.engine.agreement import ReadAgreement, refused_over_store
+from yafsdp_cc.engine.agreement import refused_over_store
 from yafsdp_cc.engine.buffers import Buffer, BufferPool
 from yafsdp_cc.engine.checks import refused_together
 from yafsdp_cc.engine.collectives import ExactReduceScatter
@@ -224,9 +224,6 @@ def _make_context(
         fingerprint = CollectiveFingerprint(rank, ranks, info.shard_group, device)
         if replicas is None:
             fingerprints[info.shard_group] = fingerprint
-        elif info.shard_group not in fingerprints:
-            own = dist.get_process_group_ranks(info.shard_group)
-            fingerprints[info.shard_group] = ReadAgreement(gather_comm.rank, own, info.shard_group, device)
     # A backward reaches this leaf below the root gates if and only if it wants the parameters' gradients.
     with torch.enable_grad():
         leaf = torch.empty(0, device=device, requires_grad=True)

@@ -175,7 +175,9 @@ class FlatDTensor(SavedInChunks, DTensor, metaclass=_EqualsDTensor):
     @torch.no_grad()
     def _full(self) -> torch.Tensor:
         spec, local = self.shard_spec, self._local_tensor
-        reductions.check_not_refused("full_tensor()", () if spec.bounds is None else all_groups(spec.mesh))
+        reductions.check_not_refused(
+            "full_tensor()", () if spec.bounds is None else (shard_group(spec.mesh),), spec.mesh
+        )
         _follow_reduces()
         whole = local.clone() if spec.bounds is None else self._all_gather(spec.bounds)
         if spec.tensor_parallel is not None:

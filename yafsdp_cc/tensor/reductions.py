@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils._pytree import tree_map_only
 
+from yafsdp_cc.engine.agreement import ReadAgreement
 from yafsdp_cc.engine.mesh import all_reduce_over
 from yafsdp_cc.forms.subclasses import PLAIN
 
@@ -95,17 +96,18 @@ refusals: list[Callable[[str], None]] = []
 
 
 fingerprints: weakref.WeakKeyDictionary[dist.ProcessGroup, Any] = weakref.WeakKeyDictionary()
-"""The ``CollectiveFingerprint`` that engines without replicas share on a shard group; with replicas, the
-``ReadAgreement`` of one replica."""
+"""The ``CollectiveFingerprint`` that engines without replicas share on a shard group, or its ``ReadAgreement``."""
 
 
-def check_not_refused(what: str, groups: Sequence[dist.ProcessGroup]) -> None:
+def check_not_refused(what: str, groups: Sequence[dist.ProcessGroup], mesh: DeviceMesh) -> None:
     """Raise if ``what``, a collective outside of forwards, is forbidden now, or if ranks issue different ones."""
     for refuse in refusals:
         refuse(what)
     for group in groups:
-        if group in fingerprints:
-            fingerprints[group].agree("read", what)
+        if group not in fingerprints:  # no engine has been made yet
+            members = dist.get_process_group_ranks(group)
+            fingerprints[group] = ReadAgreement(group.rank(), members, group, torch.device(mesh.device_type))
+        fingerprints[group].agree("read", what)
 
 
 def reduce(unknown: Sequence[Partials]) -> None:
@@ -116,7 +118,9 @@ def reduce(unknown: Sequence[Partials]) -> None:
         if partials.reduced is None:
             alike[partials.kind, partials.across].append(partials)
     for (kind, (mesh, groups)), members in alike.items():
-        check_not_refused("a norm, sum, mean or extreme of sharded tensors, such as that of clip_grad_norm_,", groups)
+        check_not_refused(
+            "a norm, sum, mean or extreme of sharded tensors, such as that of clip_grad_norm_,", groups, mesh
+        )
         total = torch.cat([partials.local.reshape(-1) for partials in members])
         if kind.is_sum:
             all_reduce_over(groups, total, dist.ReduceOp.SUM, mesh)
