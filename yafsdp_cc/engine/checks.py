@@ -17,11 +17,21 @@ T = TypeVar("T")
 
 
 def all_gather_objects(item: T, across: Sequence[dist.ProcessGroup]) -> list[T]:
-    """Return every rank's item, in the order of a mesh whose last dimension comes first."""
+    """Return every rank's item, in the order of a mesh whose last dimension comes first.
+
+    Raises:
+        RuntimeError: a rank does not take part.
+    """
     items = [item]
     for group in (each for each in across if each.size() > 1):
         theirs: list[list[T]] = [items] * group.size()
-        dist.all_gather_object(theirs, items, group=group)
+        try:
+            dist.all_gather_object(theirs, items, group=group)
+        except RuntimeError as error:
+            raise RuntimeError(
+                "what ranks check together has failed: one has ended, or is in another collective, such as a forward "
+                f"or full_tensor() under `if rank == 0`; see its own output\n{error}"
+            ) from error
         items = [each for some in theirs for each in some]
     return items
 
