@@ -9,20 +9,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import yafsdp_cc
 from tests import internals
 from tests.models import CASES, LENGTH, WIDTH, Mlp, Recursive, Transformer
 from tests.ranks import ranks
 from tests.twins import (
     added,
-    agrees,
     inputs,
     means,
     mine,
     numbers,
     reload,
     same_gradients,
-    seeded,
     sgd,
     square,
     step_both,
@@ -97,22 +94,6 @@ def test_settings_wait_for_gradients_of_small_parameters_that_are_kept() -> None
         square(model, mine(inputs(step=step))).backward()
         model.set_reshard_after_forward(is_last)
     same_gradients(model, added(*(means(plain, square, inputs(step=step)) for step in (0, 1))), within=1e-6)
-
-
-@pytest.mark.parametrize("is_bottom_up", [False, True])
-@ranks(2)
-def test_data_of_shown_weights_that_is_written_while_a_graph_is_alive(is_bottom_up: bool) -> None:
-    """fully_shard's modules show gathered weights then, whose ``.data`` has no version counter."""
-    plain, model = seeded(Mlp), seeded(Mlp)
-    for block in model.blocks if is_bottom_up else ():
-        yafsdp_cc.fully_shard(block)
-    yafsdp_cc.fully_shard(model)
-    output = model(mine(inputs()))
-    for parameter in (*model.parameters(), *plain.parameters()):
-        parameter.data.mul_(2)
-    with torch.no_grad():
-        agrees(model, plain, mine(inputs()))
-    assert output.requires_grad
 
 
 @ranks(2)

@@ -316,8 +316,6 @@ class FSDPState(_ModelStep):
         if keeps and now[1] and before[1]:
             return
         for group in self.groups:
-            if group.registers_held:
-                continue  # modules show the gathered weights, and what is written to those counts, as with FSDP2
             if not group.spec.settings.keeps_unsharded:
                 group.expire(group.flats)
             elif not keeps:
