@@ -12,7 +12,6 @@ Whole storages are copied, on their own device, and the copies are reused for th
 
 from __future__ import annotations
 
-import copy
 import random
 import sys
 from collections import deque
@@ -28,6 +27,7 @@ from yafsdp_cc.compression.error_feedback import CompressionError, Encoder
 from yafsdp_cc.compression.powersgd import LowRank
 from yafsdp_cc.compression.reduce_scatter import CompressedSum
 from yafsdp_cc.compression.schedule import CompressionObserver, LocalClip
+from yafsdp_cc.engine.step_state import shallow_copy
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -147,7 +147,7 @@ class BatchRollback:
             for each in thing.values() if isinstance(thing, dict) else thing:
                 self._save_object(each)
         elif kind is object and id(thing) not in self._objects:
-            attributes = {name: _shallow(value) for name, value in vars(thing).items()}
+            attributes = {name: shallow_copy(value) for name, value in vars(thing).items()}
             self._objects[id(thing)] = thing, attributes
             for each in attributes.values():
                 self._save_object(each)
@@ -183,11 +183,6 @@ def _kind_of(value: Any) -> type | None:
 
 _kinds: dict[type, type | None] = {}
 """Cache of ``_kind_of`` by type: comparing with each class would take longer than the copies of a small model."""
-
-
-def _shallow(value: Any) -> Any:
-    """Return ``value``, or a copy if it is a mutable container."""
-    return copy.copy(value) if _kind_of(value) is list and not isinstance(value, tuple) else value
 
 
 def _replace(target: dict[str, Any], content: dict[str, Any]) -> None:

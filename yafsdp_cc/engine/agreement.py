@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from torch.distributed.distributed_c10d import _get_default_store
 
+from yafsdp_cc.engine.checks import table_of_ranks
 from yafsdp_cc.engine.mesh import backend_of, is_python_group, timeout_of
 from yafsdp_cc.engine.step_state import StepState, history
 
@@ -161,14 +162,19 @@ class Agreement(StepState):
 
 
 class ReadAgreement(Agreement):
-    """Agreement of the ranks that hold one replica on what they read, such as a norm.
+    """Agreement of the ranks of one shard group on the numbers that they read, such as a norm.
 
-    Replicas may read without each other, so what they read has no place among the operations of all ranks, and nothing
-    is expected: each read asks.
+    Replicas may read without each other, so a read has no place among the operations of all ranks, and none is
+    expected: each read asks. NCCL's groups are not asked: hosts that run ahead of their devices would wait for each
+    other at each norm, and NCCL hangs until its time-out where gloo aborts.
     """
 
+    def __init__(self, rank: int, ranks: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> None:
+        super().__init__(rank, ranks, group, device)
+        self.has_peers = self.has_peers and backend_of(group, device) == "gloo"
+
     def agree(self, kind: str, what: str) -> None:
-        """Return once all ranks of the replica are known to issue the same read next.
+        """Return once all ranks of the shard group are known to issue the same read next.
 
         Raises:
             RuntimeError: ranks read different numbers, or a rank reads none within the time-out.
@@ -187,7 +193,7 @@ def _next_number(before: Operation, after: Operation) -> tuple[int, int] | None:
     return places[0], int(new[places[0]]) - int(old[places[0]])
 
 
-# What ranks tell each other over the store, where collectives may not work --------------------------------------------
+# The store: ranks set and read its keys where collectives may not work -----------------------------------------------
 
 
 def wait_for_key(store: Store, key: str, world: int) -> str:
@@ -272,4 +278,4 @@ def exchange_over_store(store: Store, key: str, rank: int, ranks: Sequence[int],
             f"no answer from rank {who}, which ended or hangs: see its own output. A rank with fewer batches than the "
             "others needs yafsdp_cc.uneven(model); a forward, evaluation's too, must not stand under `if rank == 0`"
         )
-    return reason, "\n".join(f"  rank {other}: {answer}" for other, answer in zip(ranks, answers, strict=True))
+    return reason, table_of_ranks(answers, ranks)

@@ -1,7 +1,8 @@
-"""What ranks check together: what one rank alone may refuse is made collective before anyone raises."""
+"""Checks across ranks: ``refused_together`` raises on every rank what one rank alone refuses."""
 
 from __future__ import annotations
 
+import itertools
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
@@ -72,9 +73,10 @@ def check_settings(settings: Mapping[str, object], across: Sequence[dist.Process
             )
 
 
-def table_of_ranks(entries: Iterable[object]) -> str:
-    """Return the ranks' entries as lines of an error message."""
-    return "\n".join(f"  rank {rank}: {entry}" for rank, entry in enumerate(entries))
+def table_of_ranks(entries: Iterable[object], ranks: Iterable[int] | None = None) -> str:
+    """Return the entries of ``ranks``, or of rank 0 and the following, as lines of an error message."""
+    numbers = itertools.count() if ranks is None else ranks
+    return "\n".join(f"  rank {rank}: {entry}" for rank, entry in zip(numbers, entries, strict=False))
 
 
 _CHECKSUM_BLOCK = 1 << 20

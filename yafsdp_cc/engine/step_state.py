@@ -1,12 +1,13 @@
-"""What a step changes: each member is declared once, in the class that has it, and resets and rollbacks follow.
+"""``StepState``, the base of classes that declare which of their members a step changes.
 
 ``FSDPState.reset`` drops what an interrupted forward or backward has left, ``FSDPState.is_idle`` looks for gradients on
-their way, and a batch that all ranks skip is rolled back to copies of the members: all three go by the declarations.
+their way, and ``BatchRollback`` restores copies of the members: all three go by the declarations.
 """
 
 from __future__ import annotations
 
 import copy
+from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,33 +20,33 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class _Member:
     default: Any
-    """The value at first and after a drop; a class or function is called for it."""
+    """Value at first and after a drop, or a class or function that makes it."""
     is_dropped: bool = True
-    """Whether a reset drops it."""
+    """Whether ``drop_members`` gives the member its default."""
     is_saved: bool = True
-    """Whether a batch that is skipped has it back."""
+    """Whether ``save_members`` copies the member."""
 
     def make(self) -> Any:
         return self.default() if callable(self.default) else self.default
 
 
 def transient(default: Any) -> Any:
-    """Declare what belongs to a forward or backward under way, and is gone between two of them."""
+    """Declare a member of a forward or backward under way; between two of them it has its default."""
     return _Member(default, is_saved=False)
 
 
 def unreduced(default: Any) -> Any:
-    """Declare gradients on their way, which may wait for a later backward; false where there are none."""
+    """Declare a member for gradients that wait for a reduce, perhaps of a later backward; false if none waits."""
     return _Member(default)
 
 
 def history(default: Any) -> Any:
-    """Declare what was learnt from earlier steps, the same on all ranks."""
+    """Declare a member that records earlier steps, the same on all ranks."""
     return _Member(default, is_dropped=False)
 
 
 class StepState:
-    """Base of classes with members that a step changes: class attributes that these three functions declare."""
+    """Base of classes whose class attributes ``transient``, ``unreduced`` and ``history`` declare."""
 
     def __new__(cls, *_: Any, **__: Any) -> Self:
         made = super().__new__(cls)
@@ -54,19 +55,19 @@ class StepState:
         return made
 
     def has_unreduced(self) -> bool:
-        """Return whether a gradient is on its way."""
+        """Return whether an ``unreduced`` member has gradients."""
         members = _members_of(type(self))
         return any(getattr(self, name) for name, each in members if each.is_dropped and each.is_saved)
 
     def drop_members(self) -> None:
-        """Give all members but the history their first values."""
+        """Give all members but those of ``history`` their defaults."""
         for name, member in _members_of(type(self)):
             if member.is_dropped:
                 setattr(self, name, member.make())
 
     def save_members(self) -> Callable[[], None]:
-        """Return a function that gives gradients on their way and the history the values they have now."""
-        saved = [(name, _copied(getattr(self, name))) for name, each in _members_of(type(self)) if each.is_saved]
+        """Return a function that gives ``unreduced`` and ``history`` members the values they have now."""
+        saved = [(name, shallow_copy(getattr(self, name))) for name, each in _members_of(type(self)) if each.is_saved]
 
         def restore() -> None:
             for name, value in saved:
@@ -87,5 +88,6 @@ def _members_of(kind: type) -> list[tuple[str, _Member]]:
     return _known[kind]
 
 
-def _copied(value: Any) -> Any:
-    return copy.copy(value) if hasattr(value, "__len__") and not isinstance(value, (str, tuple)) else value
+def shallow_copy(value: Any) -> Any:
+    """Return ``value``, or a copy if it is a mutable container."""
+    return copy.copy(value) if isinstance(value, (dict, list, set, deque)) else value
