@@ -114,7 +114,6 @@ class BatchRollback:
         for group in state.groups:
             if group.grads is not None:  # ``set_requires_gradient_sync(False)`` keeps them for a later reduce
                 self._save_tensor(group.grads.buffer.data)
-                self._undo.append(partial(setattr, group.grads.buffer, "owner", group))
         for param in state.replicated.params:
             if param.written and param.unsharded_grad is not None:
                 self._save_tensor(param.unsharded_grad)

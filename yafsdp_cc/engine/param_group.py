@@ -463,6 +463,17 @@ class ParamGroup(StepState):
         grads.buffer.owner = self
         self.context.wait(grads.buffer.handle)  # the previous owner's reduce has finished reading the buffer
 
+    def save_members(self) -> Callable[[], None]:
+        """Return a function that also gives the buffer of the gradients back to this group."""
+        restore_members, grads = super().save_members(), self.grads
+
+        def restore() -> None:
+            restore_members()
+            if grads is not None:
+                grads.buffer.owner = self
+
+        return restore
+
     def _check_not_unfrozen(self, grads: UnshardedGrads) -> None:
         """Raise a ``RuntimeError`` if a parameter was unfrozen that the buffer of earlier micro-batches lacks."""
         for flat in self.flats:
