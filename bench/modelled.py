@@ -4,7 +4,7 @@ Every other rank is taken to hold the same numbers. So what is gathered, summed 
 have, ranks agree wherever they compare, and weights, put together of equal parts, mean nothing.
 
     fabric = Fabric(between_machines=LinkCost(15e-6, 1 / 25e9), within_machine=LinkCost(5e-6, 1 / 350e9), machine=8)
-    begin(0, 256, fabric)                              # in the place of init_process_group
+    begin(0, 256, fabric, "cuda")                     # in the place of init_process_group
     mesh = init_device_mesh("cuda", (256,))           # and then as ever: shard(model, mesh=mesh), fully_shard(...)
 
 On a GPU a collective takes the time that the links would: a delay, and the bytes that a rank sends by their rate. It is
@@ -57,19 +57,20 @@ class Traffic:
         self.sent_bytes = 0
 
 
-def begin(rank: int, world: int, fabric: Fabric) -> Traffic:
+def begin(rank: int, world: int, fabric: Fabric, device: str) -> Traffic:
     """Make this process rank ``rank`` of ``world``, the only one there is, as ``init_process_group`` does.
 
-    Once for a process: its fabric stays.
+    Once for a process: its fabric stays. Collectives take time where ``device`` is "cuda". A process that was forked of
+    one that has used CUDA cannot use it, and has to name "cpu".
     """
     links: dict[bool, PacedLink] = {}
     traffic = Traffic()
 
     def group(options: Any, _: Any) -> ModelledGroup:
         within = fabric.is_one_machine(options.global_ranks_in_group or range(world))
-        if torch.cuda.is_available() and within not in links:
+        if device == "cuda" and within not in links:
             cost = fabric.within_machine if within else fabric.between_machines
-            links[within] = PacedLink(cost, torch.device("cuda"))
+            links[within] = PacedLink(cost, torch.device(device))
         return ModelledGroup(options.group_rank, options.group_size, traffic, links.get(within))
 
     dist.Backend.register_backend(BACKEND, group, extended_api=True, devices=["cpu", "cuda"])

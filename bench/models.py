@@ -99,7 +99,7 @@ class GPT(nn.Module):
         self.head = nn.Linear(spec.width, spec.vocabulary, bias=False)
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(tokens) + self.position.weight[: tokens.shape[1]]
+        x = self.embedding(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             x = block(x)
         logits = self.head(self.norm(x))

@@ -298,7 +298,8 @@ def lacking(name: str, case: Case, card: int) -> str:
 
 def measure(name: str, case: Case, device: str, rounds: int, steps: int, traces: Path | None = None) -> dict[str, Any]:
     """Return all figures, in a process of its own, which is a rank of the case's world from then on."""
-    traffic = begin(0, case.world, Fabric(LinkCost(DELAY, 1 / (case.rate * GIGA)), LinkCost(DELAY, 1 / (NEAR * GIGA))))
+    fabric = Fabric(LinkCost(DELAY, 1 / (case.rate * GIGA)), LinkCost(DELAY, 1 / (NEAR * GIGA)))
+    traffic = begin(0, case.world, fabric, device)
     mesh = init_device_mesh(device, (case.world,), mesh_dim_names=("shard",))
     run = Steps(name, case, mesh)
     run.warm_up()

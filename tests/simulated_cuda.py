@@ -370,7 +370,7 @@ def _init_process_group(backend: str = "nccl", *args: Any, **kwargs: Any) -> Non
     from bench.modelled import Fabric, LinkCost, begin
 
     if "nccl" in backend and kwargs.get("world_size") == 1:
-        begin(0, 1, Fabric(LinkCost(0.0, 0.0), LinkCost(0.0, 0.0)))
+        begin(0, 1, Fabric(LinkCost(0.0, 0.0), LinkCost(0.0, 0.0)), "cuda")
         dist.get_backend_config = lambda group=None: backend
     else:
         dist.get_backend_config = _CONFIG

@@ -2,7 +2,7 @@
 
     python3 bench/gpu/flight.py 1                   # does it fly: correctness, everything at once
     python3 bench/gpu/flight.py 2                   # what is it worth: figures, one part after another
-    python3 bench/gpu/flight.py 3 engine memcheck   # these parts of either again
+    python3 bench/gpu/flight.py 3 pair2+wires host  # these parts of either again, the first two at once
     python3 bench/gpu/flight.py list                # what each part runs, and its time
 
 Results go to ``--out``, ``$OUT`` or bench/out: flightN.json with each part's end and figures, flightN-logs.tgz, and
@@ -34,6 +34,7 @@ ROOT = Path(__file__).resolve().parents[2]
 WHEELS = ROOT / ".whl"
 PYTEST = "python3 -m pytest -p no:cacheprovider --color=no --tb=short -rf --durations=5"
 SANITIZER = "compute-sanitizer --error-exitcode 9 --tool"
+MEMCHECK = f"PYTORCH_NO_CUDA_MEMORY_CACHING=1 {SANITIZER} memcheck python3 bench/gpu/sanitize.py"
 WORLDS = "python3 bench/worlds.py --json $FIGURES"
 ENVIRONMENT = {
     "YAFSDP_CC_NATIVE": "1",  # kernels that are missing are an error, and not plain torch instead
@@ -75,7 +76,7 @@ class Flight(NamedTuple):
 
 
 SMALL_PAIR = "--shape 2,64,4,256,2,32"
-SMALL_WORLD = "--model tiny --length 32 --rounds 1 --steps 1"
+SMALL_WORLD = "--model tiny --length 1024 --rounds 1 --steps 1"  # long enough for all embeddings to be units
 SMALL_KERNELS = "--elements 8192 --rounds 1 --side 32"
 FLIGHTS = {
     "1": Flight(
@@ -124,8 +125,9 @@ FLIGHTS = {
             (
                 Part(
                     "host",
-                    60,
-                    f"{WORLDS} --model small --world 1 --length 256 --steps 10 --contestants alone,fsdp2,ours",
+                    75,
+                    f"{WORLDS} --model small --world 1 --length 256 --rounds 5 --steps 4"
+                    " --contestants alone,fsdp2,ours",
                     SMALL_WORLD,
                 ),
             ),
@@ -139,19 +141,16 @@ FLIGHTS = {
                 ),
             ),
             (
-                Part(
-                    "memcheck",
-                    75,
-                    f"PYTORCH_NO_CUDA_MEMORY_CACHING=1 {SANITIZER} memcheck python3 bench/gpu/sanitize.py",
-                ),
+                Part("memcheck", 100, f"{MEMCHECK} --only fp32,bf16,fp8,int8,int6,int4,int3,int2,ternary,onebit"),
+                Part("memcheck2", 100, f"{MEMCHECK} --only topk,update,lamb"),
+                Part("racecheck", 100, f"{SANITIZER} racecheck python3 bench/gpu/sanitize.py --only topk,lamb"),
             ),
-            (Part("racecheck", 50, f"{SANITIZER} racecheck python3 bench/gpu/sanitize.py --only topk,lamb"),),
             (
                 Part(
                     "large",
-                    75,
+                    90,
                     f"{WORLDS} --model 8b --world 256 --rate 50 --length 4096 --rounds 2 --steps 1"
-                    " --contestants fsdp2,ours",
+                    " --contestants 'fsdp2,ours,ours int8'",
                     SMALL_WORLD,
                 ),
             ),
@@ -159,7 +158,7 @@ FLIGHTS = {
     ),
 }
 PARTS = {part.name: part for flight in FLIGHTS.values() for stage in flight.stages for part in stage}
-AGAIN, HOUR = 180, 3600
+AGAIN, HOUR = 300, 3600
 """Seconds of the third flight, and of a rehearsal."""
 
 
@@ -322,10 +321,11 @@ def chosen(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> Fl
         if arguments.parts:
             parser.error("parts are named for flight 3 alone, which runs them again")
         return FLIGHTS[arguments.flight]
-    unknown = [name for name in arguments.parts if name not in PARTS]
+    stages = [each.split("+") for each in arguments.parts]
+    unknown = [name for stage in stages for name in stage if name not in PARTS]
     if unknown or not arguments.parts:
         parser.error(f"flight 3 {' '.join(unknown)}: name parts of {', '.join(PARTS)}")
-    return Flight(AGAIN, tuple((PARTS[name],) for name in arguments.parts))
+    return Flight(AGAIN, tuple(tuple(PARTS[name] for name in stage) for stage in stages))
 
 
 def rehearsed(flight: Flight) -> Flight:
@@ -348,7 +348,7 @@ def show_parts() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("flight", choices=(*FLIGHTS, "3", "list"))
-    parser.add_argument("parts", nargs="*", help="of flight 3")
+    parser.add_argument("parts", nargs="*", help="of flight 3; those joined by + run at once")
     parser.add_argument("--out", type=Path, default=os.environ.get("OUT", ROOT / "bench" / "out"))
     parser.add_argument("--rehearse", help=argparse.SUPPRESS)  # bench/gpu/rehearse.py: what simulates a GPU on import
     options = parser.parse_args()

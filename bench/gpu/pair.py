@@ -7,7 +7,8 @@ Two ranks share the GPU: each takes a host name of its own towards NCCL (``tests
 over sockets, some 15 ms for a collective. So this is about bits, and the seconds mean nothing.
 
 Exact sums are held against FSDP2, which is held against itself, too: what a program that runs twice does not repeat
-cannot be asked of another. Int8 and OneBitAdam are held against their definitions in plain torch
+cannot be asked of another. FSDP2's norms are units of their own whose sums are in fp32 under every policy, as those of
+replicated parameters are here. Int8 and OneBitAdam are held against their definitions in plain torch
 (``YAFSDP_CC_NATIVE=0``). Attention is computed by SDPBackend.MATH, since the backward of flash attention adds in no
 fixed order. Over gloo, FSDP2's sums in bf16 are rounded otherwise than NCCL's, and are not expected to be equal.
 """
@@ -23,6 +24,7 @@ import sys
 import tempfile
 import time
 import traceback
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,7 +36,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import yafsdp_cc
@@ -107,6 +109,9 @@ def train(row: Row, policy: MixedPrecisionPolicy, spec: Spec, mesh: DeviceMesh, 
     torch.manual_seed(0)
     model: Any = GPT(spec).to(mesh.device_type)
     if row.is_fsdp2:
+        for module in model.modules():
+            if isinstance(module, torch.nn.LayerNorm):
+                fully_shard(module, mesh=mesh, mp_policy=replace(policy, reduce_dtype=torch.float32))
         shard_by_fsdp2(model, policy, mesh=mesh)
     else:
         yafsdp_cc.shard(model, units=list(model.blocks), mesh=mesh, mp_policy=policy, **row.settings)

@@ -30,7 +30,7 @@ FABRIC = Fabric(between_machines=LinkCost(15e-6, 1 / 25e9), within_machine=LinkC
 def join(world: int, device: str) -> Any:
     """This process as a rank of a modelled world."""
     dist.destroy_process_group()
-    begin(1, world, FABRIC)
+    begin(1, world, FABRIC, device)
     return init_device_mesh(device, (world,), mesh_dim_names=("shard",))
 
 
