@@ -12,7 +12,8 @@ a kernel on a few multiprocessors, where NCCL's would be, that copies operands t
 the link allows (``paced``). On a CPU nothing takes time.
 
 Groups are called "nccl", and take tensors as NCCL does: what is not asynchronous runs on the current stream, the rest
-on a stream of the group.
+on a stream of the group. Collectives of one group run one after another, whatever their streams, as those of one of
+NCCL's communicators do.
 """
 
 from __future__ import annotations
@@ -112,6 +113,8 @@ class ModelledGroup(dist.ProcessGroup):
         self._traffic = traffic
         self._rank, self._world, self._link = rank, world, link
         self._side_stream: torch.cuda.Stream | None = None
+        self._last: torch.cuda.Event | None = None
+        """Behind the last collective."""
         self._reduced: tuple[Tensor, float] | None = None
         """What was reduce-scattered last, and what each summand was multiplied by."""
 
@@ -214,12 +217,15 @@ class ModelledGroup(dist.ProcessGroup):
                 self._side_stream = torch.cuda.Stream(output.device, priority=-1)
             stream = self._side_stream
             stream.wait_stream(current)
+        if self._last is not None:
+            stream.wait_event(self._last)
         with torch.cuda.stream(stream):
             if summands != Summands() and source.dtype not in SUMMED_DTYPES:  # a few numbers that ranks compare
                 _write(output, source, summands)
                 source, summands = output, Summands()
             self._link.transfer(output, source, summands, sent, stream)
             self._write_own(own, output)
+        self._last = stream.record_event(self._last)
         return Enqueued(None if stream == current else stream.record_event(), output, source)
 
     def _write_own(self, own: Tensor | None, output: Tensor) -> None:

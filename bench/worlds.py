@@ -16,8 +16,8 @@ step: in a world of one rank alone it is the engine's, since each modelled colle
 are not. *Exposed* is the time in which something is communicated and nothing computed, from a Kineto trace of one step;
 *GB/s* are the bytes sent over the time in which something is communicated, which a link is to reach. *Reserved* is the
 most memory that torch's allocator held from CUDA; *blocks* are those that it handed out in a step, *segments* and
-*retries* what it asked CUDA for, and in vain, in all timed steps together.
-Written where there was no GPU: it has not run on one.
+*retries* what it asked CUDA for, and in vain, in all timed steps together. *ours apart* has a communicator for gathers
+and one for reduces, so that both can be on the network at once.
 """
 
 from __future__ import annotations
@@ -117,6 +117,7 @@ CONTESTANTS: dict[str, Callable[[nn.Module, DeviceMesh], nn.Module]] = {
     "alone": _alone,
     "fsdp2": _fsdp2,
     "ours": _ours,
+    "ours apart": lambda model, mesh: _ours(model, mesh, separate_reduce_group=True),
     "ours int8": lambda model, mesh: _ours(model, mesh, compression="int8"),
     "ours int4": lambda model, mesh: _ours(model, mesh, compression="int4"),
 }
@@ -320,27 +321,40 @@ def measure(name: str, case: Case, device: str, rounds: int, steps: int, traces:
     }
 
 
-def _in_process(sender: Any, *args: Any) -> None:
-    """Send what was measured, or why nothing was."""
+def _in_process(pipe: Any, *args: Any) -> None:
+    """Send what was measured, or why nothing was, once told to begin."""
     try:
-        sender.send(measure(*args))
+        pipe.recv()
+        pipe.send(measure(*args))
+    except EOFError:  # whoever would have told has gone
+        return
     except Exception as error:
-        sender.send(f"{type(error).__name__}: {error}")
+        pipe.send(f"{type(error).__name__}: {error}")
 
 
-def measured(*args: Any) -> dict[str, Any] | str:
-    """Return what ``measure`` does in a process of its own, or why it failed."""
-    context = multiprocessing.get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_in_process, args=(sender, *args))
-    process.start()
-    sender.close()
-    try:
-        found: dict[str, Any] | str = receiver.recv()
-    except EOFError:
-        found = "the process died"
-    process.join()
-    return found
+class Measurement:
+    """``measure`` in a process of its own, which imports what it needs while others are measured.
+
+    Args:
+        args: arguments of ``measure``.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, pipe = context.Pipe()
+        self._process = context.Process(target=_in_process, args=(pipe, *args), daemon=True)
+        self._process.start()
+        pipe.close()
+
+    def run(self) -> dict[str, Any] | str:
+        """Return what was measured, or why nothing was."""
+        self._pipe.send(None)
+        try:
+            found: dict[str, Any] | str = self._pipe.recv()
+        except EOFError:
+            found = "the process died"
+        self._process.join()
+        return found
 
 
 def show(case: Case, figures: dict[str, Any]) -> None:
@@ -390,12 +404,12 @@ def main() -> None:
     failed = False
     for case in cases:
         figures = results["cases"][str(case)] = {}
-        for name in case.contestants:
-            if reason := lacking(name, case, card):
-                found: dict[str, Any] | str = f"left out, {reason}"
-            else:
-                found = measured(name, case, options.device, options.rounds, options.steps, options.traces)
-                failed |= isinstance(found, str)
+        reasons = {name: lacking(name, case, card) for name in case.contestants}
+        settings = case, options.device, options.rounds, options.steps, options.traces
+        begun = {name: Measurement(name, *settings) for name, reason in reasons.items() if not reason}
+        for name, reason in reasons.items():
+            found = f"left out, {reason}" if reason else begun[name].run()
+            failed |= not reason and isinstance(found, str)
             if isinstance(found, str):
                 results["missing"][f"{case}, {name}"] = found
                 print(f"{case}, {name}: {found}", file=sys.stderr)

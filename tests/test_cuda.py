@@ -1,7 +1,6 @@
 """The engine on a GPU: one rank over NCCL, and two ranks of one GPU over NCCL and over gloo.
 
-Written where there was no GPU, and so far run on none: a test that fails here may itself be wrong. What streams and
-events put in order is checked without a GPU by ``tests/engine/test_streams.py``.
+What streams and events put in order is checked without a GPU, too, by ``tests/engine/test_streams.py``.
 """
 
 from __future__ import annotations
@@ -9,6 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -267,6 +267,32 @@ def two_ranks_bound_to_their_device(folder: Path) -> None:
 
 def test_two_ranks_bound_to_their_device_over_nccl(tmp_path: Path) -> None:
     on_ranks(2, two_ranks_bound_to_their_device, tmp_path, backend=NCCL_ALONE)
+
+
+def collectives_on_two_streams() -> tuple[str, list[tuple[float, float, str]]]:
+    """The device, and begin, end and name of the kernels of collectives that two streams issue at once."""
+    ours, whole = torch.ones(1 << 22, device="cuda"), torch.ones(1 << 23, device="cuda")
+    dist.all_gather_into_tensor(whole, ours)  # makes the communicator
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(3):
+            for start in (dist.all_gather_into_tensor, lambda whole, ours: dist.reduce_scatter_tensor(ours, whole)):
+                with torch.cuda.stream(torch.cuda.Stream()):
+                    start(torch.ones_like(whole), torch.ones_like(ours))
+        torch.cuda.synchronize()
+    names = "ncclDevKernel_AllGather", "ncclDevKernel_ReduceScatter"
+    kernels = [each for each in profile.events() if each.name.startswith(names)]
+    spans = sorted((each.time_range.start, each.time_range.end, each.name) for each in kernels)
+    return torch.cuda.get_device_name(), spans
+
+
+def test_collectives_of_a_communicator_take_turns_whatever_their_streams() -> None:
+    """As ``bench.modelled`` takes for granted."""
+    for device, spans in on_ranks(2, collectives_on_two_streams, backend=NCCL_ALONE):
+        if device == "simulated":
+            pytest.skip("no kernels of NCCL")
+        assert [sum(kind in name for *_, name in spans) for kind in ("AllGather", "ReduceScatter")] == [3, 3]
+        assert all(before[1] <= after[0] for before, after in pairwise(spans))
 
 
 def without_nccl() -> str:

@@ -118,7 +118,7 @@ FLIGHTS = {
                     "picture",
                     140,
                     f"{WORLDS} --model 3b --world 256 --rate 50 --length 8192 --rounds 3 --steps 2"
-                    " --contestants 'alone,fsdp2,ours,ours int8' --traces $TRACES",
+                    " --contestants 'alone,fsdp2,ours,ours apart,ours int8' --traces $TRACES",
                     SMALL_WORLD,
                 ),
             ),
@@ -158,7 +158,7 @@ FLIGHTS = {
     ),
 }
 PARTS = {part.name: part for flight in FLIGHTS.values() for stage in flight.stages for part in stage}
-AGAIN, HOUR = 300, 3600
+AGAIN, HOUR = 240, 3600
 """Seconds of the third flight, and of a rehearsal."""
 
 

@@ -100,6 +100,7 @@ class RoundedAllGather(ExactAllGather):
     """
 
     has_finish = True
+    prepares = False
     flat: FlatParam
 
     def __init__(self, flat: FlatParam, schedule: CompressionSchedule, codec: Codec) -> None:
@@ -149,6 +150,7 @@ class DeltaAllGather(ExactAllGather):
     """
 
     has_finish = True
+    prepares = False
     builds_on_held = True
     flat: FlatParam
 

@@ -224,8 +224,9 @@ class ParamGroup(StepState):
         """Replicated parameters that the group's modules use."""
         self.uses_root_params = False
         """Whether one of its modules uses a parameter of the root's group, tied to one elsewhere."""
-        # the backward of an embedding reads its indices, not its weights
-        only_embeddings = all(type(module) is nn.Embedding for module in spec.modules)
+        # The backward of an embedding reads its indices, not its weights. The class of a sharded module is made of its
+        # own and FSDP2's, so that its forward tells more than its type.
+        only_embeddings = all(getattr(each.forward, "__func__", None) is nn.Embedding.forward for each in spec.modules)
         self.unshards_in_backward = spec.settings.unshards_in_backward and not only_embeddings
         self.forward_span, self.backward_span = Span("forward", name), Span("backward", name)
         self._gather_span, self._reduce_span = Span("gather", name), Span("reduce", name)
@@ -275,12 +276,23 @@ class ParamGroup(StepState):
         if self.flats and buffer.users == 0 and not self.is_in(buffer):
             self._all_gather(self.unsharded)
 
-    def unshard(self) -> UnshardedParams:
-        """Return the weights, gathered and ready, in a buffer that nobody refills until ``release``."""
+    def unshard(self, prefetch: Callable[[ParamGroup], None] | None = None) -> UnshardedParams:
+        """Return the weights, gathered and ready, in a buffer that nobody refills until ``release``.
+
+        Args:
+            prefetch: gathers those of the groups that come next; called with this group.
+        """
         if self.held is not None and not self.is_in(self.held.buffer):
             self.release_held()  # the weights have changed since ``unshard()``
         unsharded = self.use(self.held or self.unsharded)
+        # A GPU's stream that has not begun to wait prepares the next shard (``AllGather.prepare``) so much the earlier.
+        # On a CPU an all-gather that is issued now would share the network with the one that is waited for.
+        is_first = self.context.gather_stream.is_ordered
+        if prefetch is not None and is_first:
+            prefetch(self)
         self.context.wait(unsharded.buffer.handle)
+        if prefetch is not None and not is_first:
+            prefetch(self)
         return unsharded
 
     def unshard_for_backward(self, unsharded: UnshardedParams, lent: int, *, needed: bool) -> bool:
@@ -380,6 +392,13 @@ class ParamGroup(StepState):
         operation = "gather" if whole else f"gather {[each[2] is None for each in stale]}"
         context.fingerprint.agree(operation, self.name, describe=context.describe)
         buffer.owner = None  # an all-gather that raises leaves the buffer without an owner, to be gathered anew
+        if prepared := [(all_gather, output) for all_gather, output, *_ in stale if all_gather.prepares]:
+            stream = context.gather_stream
+            buffer.handle.wait()  # nobody may have waited for what was prefetched
+            stream.join(buffer.last_use)
+            for all_gather, output in prepared:
+                all_gather.prepare(output)
+            buffer.last_use = stream.record(buffer.last_use)
         buffer.fills += 1
         buffer.filled_in = context.passes
         span = handle = None

@@ -70,12 +70,18 @@ class AllGather(Collective):
 
     has_finish = True
     """Whether ``finish`` has anything to do."""
+    prepares = False
+    """Whether ``prepare`` has anything to do before the next ``start``."""
     builds_on_held = False
     """Whether ``start`` uses the weights that ``output`` still holds, a part of the collective's state."""
 
     def scratch_bytes(self) -> int:
         """Return the bytes of scratch that each weight buffer needs beside the weights."""
         return 0
+
+    def prepare(self, output: Tensor) -> None:
+        """Write this rank's chunk of ``output`` on the caller's stream, which has finished with ``output``."""
+        raise NotImplementedError
 
     @abstractmethod
     def start(self, output: Tensor, held: int | None, scratch: Tensor | None, async_op: bool) -> Works:

@@ -374,8 +374,7 @@ class FSDPState(_ModelStep):
         if is_outermost and group.uses_root_params:
             assert self.root_group is not None
             _, _, borrowed = self.pre_forward(self.root_group, (), {})
-        unsharded = group.unshard()
-        self._prefetch_after(group)
+        unsharded = group.unshard(self._prefetch_after)
         device = self._input_device if is_outermost else None
         if (dtype, device) != (None, None):
             args, kwargs = convert_tensors((args, kwargs), dtype, device)
@@ -760,10 +759,17 @@ class IterationState:
                 continue
             backward.end(step)
             self._pending[step.group] -= 1
-            if self._pending[step.group] == 0:
+            is_over = self._pending[step.group] == 0
+            if is_over:
                 backward.release_recomputed(step.group)
+            # A GPU runs collectives in this order, and kernels wait for free multiprocessors. A reduce, the longer one,
+            # may begin together with the next computation, and the all-gather behind it when that is over or nearly so.
+            # On a CPU a reduce first waits for the one before, and would hold up the all-gather.
+            reduces_first = self.state.context.reduce_stream.is_ordered
+            if is_over and reduces_first:
+                step.group.post_backward()
             self.prefetch_for_backward(step.group)
-            if self._pending[step.group] == 0:
+            if is_over and not reduces_first:
                 step.group.post_backward()
 
     def prefetch_for_backward(self, group: ParamGroup) -> None:

@@ -90,6 +90,9 @@ class CommStream:
         handle.finish = finish
         handle.pending = True
 
+    def join(self, event: StreamEvent | None) -> None:
+        """Make the caller's later work wait for ``event``."""
+
     def record(self, event: StreamEvent | None = None) -> StreamEvent | None:
         """Return an event behind the caller's stream so far and behind ``event``, which is reused; None on a CPU."""
         return None
@@ -98,7 +101,7 @@ class CommStream:
         """Make later operations wait until the caller's stream has reached its present point."""
 
     def wait_event(self, event: torch.Event) -> None:
-        """Make later operations wait for ``event``."""
+        """Make later operations, and the caller, wait for ``event``."""
         event.synchronize()
 
     def caller(self) -> torch.cuda.Stream | None:
@@ -157,13 +160,16 @@ class CudaCommStream(CommStream):
             handle.event.record(self.side)
         handle.pending = True
 
+    def join(self, event: StreamEvent | None) -> None:
+        stream = torch.cuda.current_stream(self.device)
+        if event is not None and event.stream != stream:
+            stream.wait_event(event.event)
+
     def record(self, event: StreamEvent | None = None) -> StreamEvent:
         stream = torch.cuda.current_stream(self.device)
-        if event is None:
-            event = StreamEvent(stream)
-        elif event.stream != stream:  # there are users on several streams: the event must come after all of them
-            stream.wait_event(event.event)
-            event.stream = stream
+        self.join(event)  # there are users on several streams: the event must come after all of them
+        event = event or StreamEvent(stream)
+        event.stream = stream
         event.event.record(stream)
         return event
 
@@ -173,6 +179,7 @@ class CudaCommStream(CommStream):
 
     def wait_event(self, event: torch.Event) -> None:
         self.side.wait_event(event)
+        torch.cuda.current_stream(self.device).wait_event(event)
 
     def caller(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self.device)
