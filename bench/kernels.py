@@ -2,7 +2,7 @@
 
     python bench/kernels.py                                  # about five minutes, one thread
     python bench/kernels.py --codecs onebit,int8 --rounds 15
-    python bench/kernels.py --device cuda                    # bench/gpu runs it; no GPU has so far
+    python bench/kernels.py --device cuda                    # as bench/gpu does
 
 A kernel moves what it reads and writes at least: gradients, residual, messages, sum. *Of a copy* is the median of the
 time of a copy that reads half as many bytes and writes the other half, taken just before, over the kernel's. Kernels

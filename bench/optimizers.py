@@ -2,7 +2,7 @@
 
     python bench/optimizers.py                       # about a minute
     python bench/optimizers.py --threads 1 --rounds 31 --layers 8
-    python bench/optimizers.py --device cuda --layers 16 --width 2048      # bench/gpu runs it; no GPU has so far
+    python bench/optimizers.py --device cuda --layers 16 --width 2048      # as bench/gpu does
 
 One rank, a stack of transformer blocks in fp32, encoded by onebit. *Update* is what is done to the elements alone,
 natively or by the definition in plain torch; *step* is the whole ``optimizer.step()`` of a sharded model after the

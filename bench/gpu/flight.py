@@ -9,7 +9,7 @@ Results go to ``--out``, ``$OUT`` or bench/out: flightN.json with each part's en
 flightN-traces.tgz. They are written anew when a part ends, every few seconds, and when the flight is ended from
 outside, so that nothing is lost of what was found. A part that runs out of time has failed. Wheels in ``.whl``, where
 bench/gpu/prepare.py puts them, are installed into a folder that is gone afterwards. bench/gpu/rehearse.py flies without
-a GPU. It has not run on a GPU yet.
+a GPU. An H100 took 119, 326 and 241 seconds for the flights of bench/results/gpu.md.
 """
 
 from __future__ import annotations

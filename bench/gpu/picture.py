@@ -21,8 +21,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from yafsdp_cc.tools.report.overlap import joined, without
 
-CONTESTANTS = {"fsdp2": "FSDP2", "ours": "this engine", "ours int8": "this engine, int8 gradients"}
+CONTESTANTS = {
+    "fsdp2": "FSDP2",
+    "ours": "this engine",
+    "ours apart": "this engine, two communicators",
+    "ours int8": "this engine, int8 gradients",
+}
 LANES = {"computed": "compute", "communicated": "wire"}
+DRAWN = ("fsdp2", "ours", "ours int8")
 COLOURS = {"computed": "#4c72b0", "communicated": "#dd8452", "exposed": "#c44e52"}
 GAP = 0.0005
 """Of a step: what is closer together is drawn as one."""
@@ -88,7 +94,7 @@ def compared(contestants: dict[str, Figures], pairs: list[Figures], host: dict[s
         row("blocks taken a step", MEASURED, contestants, lambda each: f"{each['blocks']:.0f}"),
         row("cudaMalloc in all timed steps", MEASURED, contestants, lambda each: str(each["segments"])),
         row("host, ms a step, small model, 1 rank", MEASURED, host, lambda each: f"{each['host_ms']:.1f}"),
-        ["losses and weights over NCCL " + MEASURED, "-", equality(pairs), distance(pairs)],
+        ["losses and weights over NCCL " + MEASURED, "-", equality(pairs), "as left", distance(pairs)],
     ]
     head = ["", *CONTESTANTS.values()]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *lines))
@@ -133,9 +139,9 @@ def main() -> None:
     if options.case >= len(cases):
         parser.error(f"there are {len(cases)} cases in the part 'picture'")
     title, contestants = cases[options.case]
-    drawn = {name: contestants[name] for name in CONTESTANTS if contestants.get(name, {}).get("computed_us")}
+    drawn = {name: contestants[name] for name in DRAWN if contestants.get(name, {}).get("computed_us")}
     if not drawn:
-        parser.error(f"{title}: no trace of a GPU of any of {', '.join(CONTESTANTS)}")
+        parser.error(f"{title}: no trace of a GPU of any of {', '.join(DRAWN)}")
     draw(options.picture, ", ".join([f"One step of {title}", *cards]), drawn)
     pairs = [each | {"world": n} for n in (1, 2) for each in figures_of(parts, f"pair{n}").get("rows", ())]
     host: dict[str, Figures] = next(iter(figures_of(parts, "host").get("cases", {}).values()), {})
