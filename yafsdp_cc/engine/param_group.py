@@ -307,6 +307,7 @@ class ParamGroup(StepState):
         if not self.is_in(buffer):
             if buffer.users and not needed:
                 return False
+            lent += self.held is not None and self.held.buffer is buffer  # who holds them wants the present ones, too
             if buffer.users > lent:
                 raise RuntimeError(
                     f"the weights of unit '{self.name}' are needed where others are in use, as after an interrupted "
