@@ -116,8 +116,9 @@ def test_whole_weights_are_complete_where_parameters_were_unsharded(tmp_path: Pa
         assert torch.equal(whole(model.head.weight.detach()), plain["head.weight"])
 
 
+@pytest.mark.parametrize("seen", [True, False], ids=["counted", "to its data"])
 @ranks(2)
-def test_a_write_to_an_unsharded_weight_is_lost_with_an_error() -> None:
+def test_a_write_to_an_unsharded_weight_is_lost_with_an_error(seen: bool) -> None:
     model, plain = _fully_shard(), seeded(Transformer)
     for resharded in (False, True):  # in buffers of their own, and in those that blocks share
         for each in model.modules():
@@ -126,13 +127,23 @@ def test_a_write_to_an_unsharded_weight_is_lost_with_an_error() -> None:
         for unit, weight in ((model, "head.weight"), (model.blocks[1], "blocks.1.qkv.weight")):
             unit.unshard()
             with torch.no_grad():
-                dict(model.named_parameters())[weight].add_(1)
+                shown = dict(model.named_parameters())[weight]
+                (shown if seen else shown.data).add_(1)
+                torch.testing.assert_close(shown.data, plain.get_parameter(weight) + 1)  # reads stay as they are
             unit.reshard()
             with pytest.raises(
                 RuntimeError, match=r"or what came after its unshard\(\), has written to a weight in place"
             ):
                 model(TOKENS)
             torch.testing.assert_close(model(TOKENS), plain(TOKENS))
+
+
+@ranks(2)
+def test_data_of_an_unsharded_weight_is_not_assigned() -> None:
+    model = _fully_shard()
+    model.unshard()
+    with pytest.raises(RuntimeError, match=r"'head\.weight' shows its gathered weights .* Call reshard\(\)"):
+        model.head.weight.data = model.head.weight.data * 2
 
 
 @ranks(2)

@@ -1016,9 +1016,36 @@ _UNSHARDED_OF = "_yafsdp_cc_unsharded_of"
 """Attribute of unsharded weights that modules see outside of forwards: the ``ShardSpec`` of the sharded parameter."""
 
 
+class UnshardedWeight(torch.Tensor):
+    """An unsharded weight that modules show outside of forwards. A write to it is lost, so that none may go unseen."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The weight outside of autograd; unlike those to torch's ``.data``, writes to it are counted."""
+        return self.detach()
+
+    @data.setter
+    def data(self, _: torch.Tensor) -> None:
+        """Refuse.
+
+        Raises:
+            RuntimeError: always.
+        """
+        spec: ShardSpec = self.__dict__[_UNSHARDED_OF]
+        raise RuntimeError(
+            f"'{spec.name}' shows its gathered weights until the backward or reshard(): what is assigned to its .data "
+            "would be lost with them. Call reshard() of the module before, or write under "
+            "yafsdp_cc.whole_parameters(model, write=True)"
+        )
+
+
 def mark_unsharded(weight: torch.Tensor, spec: ShardSpec) -> None:
     """Mark ``weight`` as the unsharded form of the parameter of ``spec``, which no optimizer may be made from."""
     weight.__dict__[_UNSHARDED_OF] = spec
+    if type(weight) is torch.Tensor:  # a DTensor of tensor parallelism remains one
+        weight.__class__ = UnshardedWeight
 
 
 def is_unsharded(weight: torch.Tensor) -> bool:
