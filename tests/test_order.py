@@ -108,10 +108,11 @@ def test_found(name: str) -> None:
     on_ranks(2, play, {"seed": 0, "spec": spec, **options, "actions": [*actions, ("check",)]}, timeout=TIMEOUT)
 
 
-def test_a_unit_that_is_shown_and_that_the_next_forward_leaves_out() -> None:
+@pytest.mark.parametrize("kept", [("call", 1), ("checkpoint", (("call", 1),))], ids=["kept", "computed again"])
+def test_a_unit_that_is_shown_and_that_the_next_forward_leaves_out(kept: Any) -> None:
     """Units are sharded from the bottom up, as the seed is odd: between passes they show gathered weights."""
     spec = {"units": (BLOCK,) * 2, "tied_ends": False, "tied_units": None, "frozen": ()}
-    actions = [("forward", 0, (("call", 1),)), ("forward", 1, ()), ("backward", (0,), False), ("check",)]
+    actions = [("forward", 0, (kept,)), ("forward", 1, ()), ("backward", (0,), False), ("check",)]
     options = {"reshard_after_forward": False, "optimizer": "sgd", "naps": 0.0}
     on_ranks(2, play, {"seed": 1, "spec": spec, **options, "actions": actions}, timeout=TIMEOUT)
 

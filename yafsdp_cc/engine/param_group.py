@@ -351,8 +351,8 @@ class ParamGroup(StepState):
         if self.registers_held:
             self.registers_held = False
             self.register_sharded()
-            # a forward under way shows them until it ends
-            for param in () if self.context.in_forward else self.replicated:
+            # a forward or backward under way shows them until it ends
+            for param in () if self.context.in_forward or _graph_task() != -1 else self.replicated:
                 param.register_sharded()
 
     def use(self, unsharded: UnshardedParams) -> UnshardedParams:
