@@ -141,7 +141,7 @@ class RoundedAllGather(ExactAllGather):
 class DeltaAllGather(ExactAllGather):
     """Sends encoded deltas to the weights that every rank kept from the gather before, in phases that encode.
 
-    Weights in an overflow buffer, which has no scratch, are gathered exactly.
+    Weights in an overflow buffer, which holds nothing that a delta could be added to, are gathered exactly.
 
     Args:
         flat: the weights, which remain in their buffer between forwards.

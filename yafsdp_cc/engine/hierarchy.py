@@ -95,7 +95,8 @@ class PartialReduceOutput(StepState):
     def issue_all_reduce(self) -> None:
         """Issue the all-reduce over replicas, whose result is added to ``.grad``."""
         stream = self._replicas.stream
-        stream.wait_for_caller()  # the caller's stream has written the sum, or waited for the reduce stream that has
+        # Within a reduce's ``finish`` the current stream is that of reduces, which has written the sum. Others have waited.
+        stream.wait_for_caller()
         stream.issue(self.handle, partial(self.all_reduce.start, self.total), self._finish)
         self._replicas.count_bytes(self.all_reduce.sent_bytes)
 

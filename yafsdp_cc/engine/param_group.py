@@ -300,14 +300,16 @@ class ParamGroup(StepState):
 
         Args:
             unsharded: the weights that the forward has read.
-            lent: number of users of the buffer that wait for this backward to end, and then gather again.
+            lent: how many users of the buffer are backwards that this one interrupts; they gather again behind it.
             needed: whether the backward certainly reads the weights; else another group may keep the buffer.
         """
         buffer = unsharded.buffer
         if not self.is_in(buffer):
             if buffer.users and not needed:
                 return False
-            lent += self.held is not None and self.held.buffer is buffer  # who holds them wants the present ones, too
+            lent += (
+                self.held is not None and self.held.buffer is buffer
+            )  # modules that show the weights show these, too
             if buffer.users > lent:
                 raise RuntimeError(
                     f"the weights of unit '{self.name}' are needed where others are in use, as after an interrupted "

@@ -91,7 +91,7 @@ class AllGather(Collective):
             output: [world * chunk], in the dtype of the forward.
             held: version of the shard whose weights ``output`` still contains; None if it contains anything else. After
                 ``expire`` it may be the present version.
-            scratch: [scratch_bytes()] uint8 beside ``output``; None in an overflow buffer.
+            scratch: [scratch_bytes()] uint8 beside ``output``; None if that is none.
             async_op: whether to return works to wait for; else the current stream waits.
         """
 

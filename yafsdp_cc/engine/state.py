@@ -564,7 +564,7 @@ class FSDPState(_ModelStep):
             self._keeps_grads = not (sums_over_replicas and any(spec.settings.reduces for spec in self.specs))
             if not self._keeps_grads:
                 self._make_grads_final()
-        context.wait_for_reduces()  # a backward that reduces nothing has encoded deferred gradients
+        context.wait_for_reduces()  # gradients that are deferred are read from their buffers, too
         for group in self.groups:
             group.stop_accepting_grads()
         stream = context.gather_stream.caller()

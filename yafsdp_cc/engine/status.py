@@ -41,7 +41,7 @@ class Grads(Enum):
     KEPT = "kept for a later reduce"
     DEFERRED = "taken in by the next reduce"
     REDUCING = "being reduced"
-    """The reduce was issued, and nobody has waited for it."""
+    """The reduce was issued in a backward whose last wait has not come: its sum may be in ``.grad``, or not."""
 
 
 def weights_of(group: ParamGroup) -> Weights:

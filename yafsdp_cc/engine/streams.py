@@ -82,7 +82,8 @@ class CommStream:
     ) -> None:
         """Run ``start`` and then ``finish`` once ``after`` is reached; ``handle`` then stands for this operation.
 
-        It runs after the operation that ``handle`` stood for before, whose buffers it may use.
+        The operation that ``handle`` stood for before is over first, as both may use the same buffers: on a CPU it is
+        waited for, and a CUDA stream runs both in order.
         """
         if handle.pending:
             handle.wait()

@@ -100,12 +100,12 @@ class ExtensionParam(SubclassParam):
 
 
 class _StandIn(torch.autograd.Function):
-    """The unsharded tensor in place of a plain handle of its shape; the gradient goes to the handle."""
+    """The unsharded tensor in place of a plain placeholder of its shape, which the gradient goes to."""
 
     @staticmethod
-    def forward(ctx: Any, flat: ExtensionFlatParam, handle: Tensor) -> Tensor:
+    def forward(ctx: Any, flat: ExtensionFlatParam, placeholder: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
-        return flat.unsharded(handle)
+        return flat.unsharded(placeholder)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[None, Tensor | None]:
@@ -183,15 +183,15 @@ class ExtensionFlatParam(FlatParam):
     def views(self, whole: Tensor) -> list[Tensor]:
         if whole.dtype != torch.uint8:
             return super().views(whole)  # ``whole`` is a gradient buffer
-        # The graph gets a handle of the parameter's shape, expanded from one element, in place of the unsharded tensor.
-        handle = whole.narrow(0, 0, self.extension.dtype.itemsize).view(self.extension.dtype)
-        return [handle.expand(self.shape) if self.shape else handle.view(())]
+        # Autograd's graph gets a placeholder, one element expanded to the parameter's shape, for the unsharded tensor.
+        placeholder = whole.narrow(0, 0, self.extension.dtype.itemsize).view(self.extension.dtype)
+        return [placeholder.expand(self.shape) if self.shape else placeholder.view(())]
 
-    def unsharded(self, handle: Tensor) -> Tensor:
-        """Return the tensor that forwards see, around the weights in the buffer that ``handle`` is a view of."""
-        start = handle.storage_offset() * handle.itemsize
-        data = torch.empty(0, dtype=torch.uint8, device=handle.device)
-        data.set_(handle.untyped_storage(), start, (self.made.nbytes,), (1,))
+    def unsharded(self, placeholder: Tensor) -> Tensor:
+        """Return the tensor that forwards see, around the weights in the buffer that ``placeholder`` is a view of."""
+        start = placeholder.storage_offset() * placeholder.itemsize
+        data = torch.empty(0, dtype=torch.uint8, device=placeholder.device)
+        data.set_(placeholder.untyped_storage(), start, (self.made.nbytes,), (1,))
         return self.made.around(data)
 
 
@@ -244,7 +244,7 @@ class ExtensionAllGather(AllGather):
                 part = Part(name, end, tuple(tensor.shape), tensor.contiguous().stride(), tensor.dtype)
                 end = align(end + part.nbytes, _ALIGNMENT)
             parts.append(part)
-        # The size is a multiple of the ranks, as a secondary shard may divide it, and has room for a handle.
+        # The size is a multiple of the ranks, as a secondary shard may divide it, and has room for a placeholder.
         nbytes = align(max(end, _ALIGNMENT), _ALIGNMENT * world)
         flat.made = UnshardedForm(form, tuple(parts), made.size(), made.stride(), nbytes)
 

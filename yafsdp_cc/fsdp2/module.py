@@ -229,7 +229,7 @@ class ShardedModule(FSDPModule, nn.Module):
         state.context.replicas.sums = requires_all_reduce
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Do nothing: FSDP2's loops announce the last of several backwards, but here ``.grad`` is final after each."""
+        """Do nothing: FSDP2 puts waits off to the last of several backwards; here each waits for its own sums."""
         _check_bool("is_last_backward", is_last_backward)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
