@@ -95,7 +95,7 @@ class PartialReduceOutput(StepState):
     def issue_all_reduce(self) -> None:
         """Issue the all-reduce over replicas, whose result is added to ``.grad``."""
         stream = self._replicas.stream
-        # Within a reduce's ``finish`` the current stream is that of reduces, which has written the sum. Others have waited.
+        # in a reduce's ``finish`` the current stream is that of reduces, which has written the sum; others have waited
         stream.wait_for_caller()
         stream.issue(self.handle, partial(self.all_reduce.start, self.total), self._finish)
         self._replicas.count_bytes(self.all_reduce.sent_bytes)
