@@ -302,7 +302,7 @@ class CompressedSum(Collective):
         if self._is_momentum and self.momentum is not None:
             beta, share = self.schedule.beta, self.schedule.share
             mine = self.momentum.narrow(0, start, total.numel())
-            # The engine's division by a power of two, as most numbers of ranks are, is exact: all is rounded once, here.
+            # The engine divides by a power of two, as most numbers of ranks are, exactly: all is rounded once, here.
             total.add_(mine, alpha=beta / share * self._units).div_(_inverse(share, total.device))
 
     def _end(self, own: Tensor | None) -> None:
