@@ -49,6 +49,8 @@ class Buffer:
         self.address = self.data.data_ptr()
         self.owner: object | None = None
         """Group whose weights or gradients the buffer holds or is being filled with; None: nobody's."""
+        self.used_for = ""
+        """Name of the group that has taken the buffer last; a reduce still reads gradients that nobody owns any more."""
         self.versions: tuple[int, ...] = ()
         """Shard versions of the owner's weights in the buffer; they are stale once a shard has another."""
         self.fills = 0

@@ -402,6 +402,7 @@ class ParamGroup(StepState):
             for all_gather, output in prepared:
                 all_gather.prepare(output)
             buffer.last_use = stream.record(buffer.last_use)
+        buffer.used_for = self.name
         buffer.fills += 1
         buffer.filled_in = context.passes
         span = handle = None
@@ -484,6 +485,7 @@ class ParamGroup(StepState):
         self.grads = grads = self._free_grads(flats)
         grads.buffer.owner = self
         self.context.wait(grads.buffer.handle)  # the previous owner's reduce has finished reading the buffer
+        grads.buffer.used_for = self.name
 
     def save_members(self) -> Callable[[], None]:
         """Return a function that also gives the buffer of the gradients back to this group."""

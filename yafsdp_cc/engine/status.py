@@ -1,6 +1,6 @@
 """What an engine is doing, in words: ``print(state)``, and the message of a collective that fails.
 
-    in a backward, waiting for the operation on block weight buffer 1
+    in a backward, waiting for the operation of blocks.1 on block weight buffer 1
       blocks.2: weights in use (block weight buffer 0), gradients being written (block gradient buffer 0)
       blocks.1: weights being gathered (block weight buffer 1)
       and 2 more at rest
@@ -78,8 +78,8 @@ def describe(context: GroupContext, waited: CommHandle | None = None) -> str:
     doing = "in a backward" if torch._C._current_graph_task_id() != -1 else doing
     places = _places(context)
     if waited is not None:
-        place = next((place for buffer, place in places.items() if buffer.handle is waited), "an overflow buffer")
-        doing += f", waiting for the operation on {place}"
+        found = (f"of {each.used_for} on {place}" for each, place in places.items() if each.handle is waited)
+        doing += f", waiting for the operation {next(found, 'on an overflow buffer')}"
     lines = []
     for group in context.groups:
         weights, grads = weights_of(group), grads_of(group)
