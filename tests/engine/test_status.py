@@ -77,4 +77,5 @@ def test_a_rank_that_waits_in_vain_says_for_what() -> None:
         return
     with short_timeout(1):
         said = refusal(lambda: [model(torch.randn(2, 64)).sum().backward() for _ in range(3)])
-    assert re.search(r"\n +in a (forward|backward), waiting for the operation of [01] on block \w+ buffer \d", said), said
+    waits = r"\n +in a (forward|backward), waiting for the operation of [01] on block \w+ buffer \d"
+    assert re.search(waits, said), said

@@ -50,7 +50,7 @@ class Buffer:
         self.owner: object | None = None
         """Group whose weights or gradients the buffer holds or is being filled with; None: nobody's."""
         self.used_for = ""
-        """Name of the group that has taken the buffer last; a reduce still reads gradients that nobody owns any more."""
+        """Name of the group that has taken the buffer last; a reduce still reads gradients that nobody owns."""
         self.versions: tuple[int, ...] = ()
         """Shard versions of the owner's weights in the buffer; they are stale once a shard has another."""
         self.fills = 0
