@@ -406,6 +406,11 @@ def break_order_of_users() -> None:
     CudaCommStream.record = record  # type: ignore[method-assign]
 
 
+def break_preparation(name: str) -> None:
+    """Let shards be cast without this method of the stream, or of a handle, that orders it."""
+    _skip_in(CudaCommHandle if name == "wait" else CudaCommStream, name, "_all_gather")
+
+
 def break_overflow_record() -> None:
     """Let an overflow buffer be filled before the caller's stream is through with what lay in its memory."""
     _skip_in(CudaCommStream, "record", "overflow")

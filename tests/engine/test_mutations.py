@@ -19,7 +19,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 import yafsdp_cc
 from tests import internals
-from tests.engine.test_streams import penalised, steps
+from tests.engine.test_streams import BF16, penalised, steps
 from tests.models import WIDTH, Mlp
 from tests.ranks import RankError, on_ranks
 from tests.streams import streams
@@ -186,6 +186,27 @@ def branches() -> None:
         assert parameter.grad.full_tensor().isfinite().all(), f"the gradient of {name} {NUMBERS}"
 
 
+class Chosen(nn.Module):
+    """Blocks of which each forward uses some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH)) for _ in range(6))
+
+    def forward(self, x: Tensor, used: tuple[int, ...]) -> Tensor:
+        for index in used:
+            x = self.blocks[index](x)
+        return x
+
+
+def leaves_out() -> None:
+    """Gathers blocks ahead that are then not used."""
+    model = Chosen()
+    yafsdp_cc.shard(model, units=list(model.blocks), mp_policy=BF16)
+    for used in ((0, 1, 2, 3, 4, 5), (0, 3, 4), (0, 1, 2, 3, 4, 5)):
+        model(torch.randn(4, WIDTH), used).square().mean().backward()
+
+
 def replicates(model: Any, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
     for sums in (True, False, True):
         model.set_requires_all_reduce(sums)
@@ -254,6 +275,34 @@ def aside(alternates: bool = True) -> None:
         optimizer.zero_grad()
 
 
+class Beside(nn.Module):
+    """Blocks of which the first runs beside all others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH)) for _ in range(4))
+        self.stream = torch.cuda.Stream()
+
+    def forward(self, x: Tensor) -> Tensor:
+        this, first = torch.cuda.current_stream(), self.blocks[0]
+        self.stream.wait_stream(this)
+        x.record_stream(self.stream)
+        with torch.cuda.stream(self.stream):
+            y: Tensor = first(x)
+        for block in self.blocks[1:]:
+            x = block(x)
+        this.wait_stream(self.stream)
+        y.record_stream(this)
+        return x + y
+
+
+def first_beside() -> None:
+    model = Beside()
+    yafsdp_cc.shard(model, units=list(model.blocks), mp_policy=BF16)
+    for _ in range(3):
+        loss_of(model, torch.randn(4, WIDTH)).backward()
+
+
 def forward_aside(model: Any, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
     """Has a whole forward on another stream than the backward is called on."""
     side = torch.cuda.Stream()
@@ -277,6 +326,7 @@ class Row(NamedTuple):
 
 OFFLOADED = CPUOffloadPolicy()
 first_on_both = partial(aside, alternates=False)
+casts = partial(plain, mp_policy=BF16)
 
 ROWS = [
     Row("a forward waits for its weights", partial(internals.break_waits_in, "unshard"), plain),
@@ -309,6 +359,9 @@ ROWS = [
         1,
         FREED,
     ),
+    Row("an all-gather comes after the cast of its shard", partial(internals.break_preparation, "record"), casts, 2),
+    Row("... which comes after users on all streams", partial(internals.break_preparation, "join"), first_beside, 2),
+    Row("... and after what was gathered in vain", partial(internals.break_preparation, "wait"), leaves_out, 2),
     Row("an all-gather comes after the optimizer", partial(internals.break_stream_order_in, "begin_iteration"), plain),
     Row(
         "... and that of unshard()",
