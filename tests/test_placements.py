@@ -162,3 +162,19 @@ def test_what_is_prefetched_is_not_gathered_twice() -> None:
         before = sent(model)
         trains_on(model, plain, square, [inputs(step=step)], within=1e-6)
         sent_as_planned(model, before)
+
+
+def between_embeddings() -> nn.Module:
+    return nn.Sequential(nn.Embedding(512, 256), nn.Linear(256, 256), nn.Linear(256, 256), nn.Linear(256, 512))
+
+
+@ranks(2)
+def test_an_embedding_is_not_gathered_for_its_backward() -> None:
+    """The head has taken the one buffer of both, and the backward of an embedding reads no weights."""
+    model, plain = twins(between_embeddings, units=["1", "2"])
+    assert yafsdp_cc.plan_of(model).communication.gather_backward == 0
+    for step in range(2):
+        before = sent(model)
+        tokens = [(each * 100).long().abs() % 512 for each in inputs(step=step)]
+        trains_on(model, plain, square, [tokens], within=1e-6)
+        sent_as_planned(model, before)
