@@ -49,6 +49,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.internals import SHARDED_TENSORS, local_tensor, modelled_device
+from yafsdp_cc.tensor.dtensor import UnshardedWeight
 
 Clock = dict["Stream", int]
 
@@ -643,7 +644,7 @@ def _device_in(values: Sequence[Any]) -> str | None:
 
 def _tensors(value: Any) -> Sequence[Tensor]:
     kind = type(value)
-    if kind is Tensor or kind is torch.nn.Parameter:
+    if kind in (Tensor, torch.nn.Parameter, UnshardedWeight):
         return (value,)
     if isinstance(value, (list, tuple)):
         return [tensor for each in value for tensor in _tensors(each)]

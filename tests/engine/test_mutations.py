@@ -382,7 +382,7 @@ ROWS = [
     Row(
         "a gradient buffer is refilled after its reduce",
         partial(internals.break_waits_in, "take_grads", "_join_stream"),
-        plain,
+        apart,  # on one stream the next all-gather, which is waited for, comes after the reduce
     ),
     Row("... and freed after it", internals.break_grad_buffer_reference, nests, 1, FREED),
     Row(
