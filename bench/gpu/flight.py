@@ -141,8 +141,9 @@ FLIGHTS = {
                 ),
             ),
             (
-                Part("memcheck", 100, f"{MEMCHECK} --only fp32,bf16,fp8,int8,int6,int4,int3,int2,ternary,onebit"),
-                Part("memcheck2", 100, f"{MEMCHECK} --only topk,update,lamb"),
+                Part("memcheck", 100, f"{MEMCHECK} --only fp32,bf16,fp8,int8,int6"),
+                Part("memcheck2", 100, f"{MEMCHECK} --only int4,int3,int2,ternary,onebit"),
+                Part("memcheck3", 100, f"{MEMCHECK} --only topk,update,lamb"),
                 Part("racecheck", 100, f"{SANITIZER} racecheck python3 bench/gpu/sanitize.py --only topk,lamb"),
             ),
             (
