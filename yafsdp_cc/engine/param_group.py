@@ -307,9 +307,8 @@ class ParamGroup(StepState):
         if not self.is_in(buffer):
             if buffer.users and not needed:
                 return False
-            lent += (
-                self.held is not None and self.held.buffer is buffer
-            )  # modules that show the weights show these, too
+            if self.held is not None and self.held.buffer is buffer:
+                lent += 1  # the modules that show the weights show the new ones, too
             if buffer.users > lent:
                 raise RuntimeError(
                     f"the weights of unit '{self.name}' are needed where others are in use, as after an interrupted "
