@@ -348,10 +348,10 @@ class Measurement:
 
     def run(self) -> dict[str, Any] | str:
         """Return what was measured, or why nothing was."""
-        self._pipe.send(None)
         try:
+            self._pipe.send(None)
             found: dict[str, Any] | str = self._pipe.recv()
-        except EOFError:
+        except (EOFError, BrokenPipeError):
             found = "the process died"
         self._process.join()
         return found

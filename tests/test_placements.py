@@ -168,6 +168,42 @@ def between_embeddings() -> nn.Module:
     return nn.Sequential(nn.Embedding(512, 256), nn.Linear(256, 256), nn.Linear(256, 256), nn.Linear(256, 512))
 
 
+def hooked() -> nn.Module:
+    model = between_embeddings()
+    model[0].register_forward_hook(lambda module, _, output: output * module.weight.square().mean())
+    return model
+
+
+def normed() -> nn.Module:
+    model = between_embeddings()
+    with pytest.warns(FutureWarning):
+        nn.utils.weight_norm(model[0])
+    return model
+
+
+class Squared(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight * weight
+
+
+def parametrized() -> nn.Module:
+    model = between_embeddings()
+    nn.utils.parametrize.register_parametrization(model[0], "weight", Squared())
+    return model
+
+
+def indices(step: int) -> list[torch.Tensor]:
+    return [(each * 100).long().abs() % 512 for each in inputs(step=step)]
+
+
+@pytest.mark.parametrize("build", [hooked, normed, parametrized])
+@ranks(2)
+def test_an_embedding_whose_backward_reads_weights_has_them(build: Any) -> None:
+    model, plain = twins(build, units=["1", "2"])
+    for step in range(2):
+        trains_on(model, plain, square, [indices(step)], within=1e-5)
+
+
 @ranks(2)
 def test_an_embedding_is_not_gathered_for_its_backward() -> None:
     """The head has taken the one buffer of both, and the backward of an embedding reads no weights."""
@@ -175,6 +211,5 @@ def test_an_embedding_is_not_gathered_for_its_backward() -> None:
     assert yafsdp_cc.plan_of(model).communication.gather_backward == 0
     for step in range(2):
         before = sent(model)
-        tokens = [(each * 100).long().abs() % 512 for each in inputs(step=step)]
-        trains_on(model, plain, square, [tokens], within=1e-6)
+        trains_on(model, plain, square, [indices(step)], within=1e-6)
         sent_as_planned(model, before)

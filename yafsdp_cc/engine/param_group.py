@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from yafsdp_cc.engine.buffers import Buffer, BufferPool
-from yafsdp_cc.engine.param import UnshardedGrads, UnshardedParams, unsharded_bytes, unsharded_grad_bytes
+from yafsdp_cc.engine.param import FSDPParam, UnshardedGrads, UnshardedParams, unsharded_bytes, unsharded_grad_bytes
 from yafsdp_cc.engine.step_state import StepState, transient, unreduced
 from yafsdp_cc.engine.streams import CommHandle
 from yafsdp_cc.profiling import Span
@@ -36,12 +37,14 @@ if TYPE_CHECKING:
     from yafsdp_cc.engine.communicator import CommContext
     from yafsdp_cc.engine.hierarchy import Replicas
     from yafsdp_cc.engine.mesh import MeshInfo
-    from yafsdp_cc.engine.param import FlatParam, FSDPParam
+    from yafsdp_cc.engine.param import FlatParam
     from yafsdp_cc.engine.protocols import Observer
     from yafsdp_cc.engine.replicated import CollectiveFingerprint
     from yafsdp_cc.engine.spec import Counters, ParamGroupSpec, Role
     from yafsdp_cc.engine.streams import CommStream
 
+OF_ENGINE = "_is_of_yafsdp_cc"
+"""Attribute that the engine's own hooks of modules have."""
 _graph_task = torch._C._current_graph_task_id
 _will_execute = torch._C._will_engine_execute_node
 _log = logging.getLogger("yafsdp_cc")
@@ -224,10 +227,7 @@ class ParamGroup(StepState):
         """Replicated parameters that the group's modules use."""
         self.uses_root_params = False
         """Whether one of its modules uses a parameter of the root's group, tied to one elsewhere."""
-        # The backward of an embedding reads its indices, not its weights. The class of a sharded module is made of its
-        # own and FSDP2's, so that its forward tells more than its type.
-        only_embeddings = all(getattr(each.forward, "__func__", None) is nn.Embedding.forward for each in spec.modules)
-        self.unshards_in_backward = spec.settings.unshards_in_backward and not only_embeddings
+        self._looks_up = _look_up(spec.modules, self.params)
         self.forward_span, self.backward_span = Span("forward", name), Span("backward", name)
         self._gather_span, self._reduce_span = Span("gather", name), Span("reduce", name)
         self.forward_prefetch: tuple[ParamGroup, ...] = ()
@@ -244,6 +244,12 @@ class ParamGroup(StepState):
     def trainable(self) -> bool:
         """Whether one of the parameters that its modules use requires a gradient."""
         return any(param.parameter.requires_grad for param in (*self.params, *self.replicated))
+
+    @property
+    def unshards_in_backward(self) -> bool:
+        """Whether the backward of a forward that begins now needs the weights; a lookup's does for hooks alone."""
+        looks_up = self._looks_up and not any(map(_has_hooks, self.spec.modules))
+        return self.spec.settings.unshards_in_backward and not looks_up
 
     # Weights -----------------------------------------------------------------------------------------------------
 
@@ -618,6 +624,27 @@ class ParamGroup(StepState):
         self.drop_members()
         for leaf in self.unsharded.leaves:  # reentrant checkpointing leaves gradients in leaves
             leaf.grad = None
+
+
+def _look_up(modules: Sequence[nn.Module], params: Sequence[FSDPParam]) -> bool:
+    """Return whether all ``modules`` are embeddings with plain weights, whose backward reads indices and no weights.
+
+    Their forward is asked, as the class of a sharded module is made of its own and FSDP2's. A ``weight`` that each
+    forward makes of ``params``, as ``weight_norm`` and parametrizations do, has a backward that reads them.
+    """
+    embeddings = [each for each in modules if getattr(each.forward, "__func__", None) is nn.Embedding.forward]
+    weights = {(each, "weight") for each in embeddings}
+    return len(embeddings) == len(modules) and all(
+        type(param) is FSDPParam and param.spec.tensor_parallel is None and weights.issuperset(param.sites)
+        for param in params
+    )
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    """Return whether hooks that are not the engine's run in forwards or backwards of ``module``: they may read it."""
+    kinds = module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
+    others = any(not hasattr(hook, OF_ENGINE) for hooks in kinds for hook in hooks.values())
+    return others or bool(_has_any_global_hook())
 
 
 def prefetch(groups: Sequence[ParamGroup]) -> None:

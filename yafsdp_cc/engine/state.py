@@ -38,7 +38,7 @@ from torch.autograd import profiler
 from yafsdp_cc.engine.autograd import convert, convert_tensors, gate, gate_tensors, map_tensors, narrow
 from yafsdp_cc.engine.checks import all_gather_objects
 from yafsdp_cc.engine.mesh import all_groups
-from yafsdp_cc.engine.param_group import prefetch
+from yafsdp_cc.engine.param_group import OF_ENGINE, prefetch
 from yafsdp_cc.engine.replicated import FINAL_REDUCE, hand_out_grads, usage_flags
 from yafsdp_cc.engine.step_state import StepState, history, transient, unreduced
 from yafsdp_cc.profiling import NVTX_LISTENS, Span
@@ -775,7 +775,7 @@ class IterationState:
     def prefetch_for_backward(self, group: ParamGroup) -> None:
         """Gather the groups that the backward begins next, or those that ``group``'s settings name instead."""
         steps = self._steps[self._next : self._next + 4]
-        upcoming = [call.group for call, ends in steps if not ends and call.group.unshards_in_backward]
+        upcoming = [call.group for call, ends in steps if not ends and call.needs_weights]
         prefetch(group.backward_prefetch or upcoming[:2])
 
     def _plan_backward(self) -> None:
@@ -811,6 +811,8 @@ class GroupCall:
         """Indices of this call's begin and end in the plan of the backward."""
         self.is_expected = False
         """Whether the backward reaches this call on every rank that trains the same parameters."""
+        self.needs_weights = group.unshards_in_backward
+        """Whether the backward gathers the weights."""
         self._fills = unsharded.buffer.fills
         self._versions = unsharded.buffer.versions
         # Activation checkpointing saves tensors by hooks: the backward then reads recomputed tensors, not those of this
@@ -877,12 +879,14 @@ class GroupCall:
         unsharded, uses_buffer = self.unsharded, False
         if self._is_packed and group in backward.recomputed:
             unsharded = backward.recomputed[group][-1]
-        elif group.unshards_in_backward:
+        elif self.needs_weights:
             others = self.iteration.state.backwards[:-1]
             lent = sum(each.count_uses(unsharded) for each in others)
             uses_buffer = group.unshard_for_backward(unsharded, lent, needed=not self._is_packed)
             self._fills = unsharded.buffer.fills
-        group.register_unsharded(group.leaves(unsharded))
+        # where nothing is gathered, a tensor's hook that reads a weight meets the sharded one, and no other group's
+        are_gathered = self.needs_weights or self._is_packed
+        group.register_unsharded(group.leaves(unsharded) if are_gathered else [p.parameter for p in group.params])
         if backward.wants_grads:
             group.acquire_grad_buffer()
         if backward.reduces:
@@ -900,7 +904,7 @@ class GroupCall:
 
     def _check_weights(self) -> None:
         buffer = self.unsharded.buffer
-        if self.group.unshards_in_backward and (buffer.fills != self._fills or not self.group.is_in(buffer)):
+        if self.needs_weights and (buffer.fills != self._fills or not self.group.is_in(buffer)):
             raise RuntimeError(
                 f"a gradient reached the inside of unit '{self.group.name}' without passing its output, when its "
                 "weights were gone: its forward hands out tensors in an object that cannot be looked into, or keeps "
@@ -1144,5 +1148,6 @@ def _uncompiled(hook: Callable[..., Any], traced: bool) -> Callable[..., Any]:
             return disabled(*args)
         return hook(*args)
 
+    setattr(call, OF_ENGINE, True)
     # module.compile() compiles hooks by themselves; ``skip`` excludes ``call`` and not the functions that it calls
     return call if traced else torch._dynamo.decorators.skip(call)
