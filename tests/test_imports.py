@@ -32,10 +32,11 @@ MAY_IMPORT = {
     "server": "engine compression",
     "batches": "engine tensor fsdp2 compression replicas",
     "checkpoint": "engine forms tensor fsdp2 compression replicas",
+    "rescue": "engine fsdp2 replicas checkpoint",
     # Users call these modules, and commands of tools.
     "api": "profiling config engine forms tensor sharding fsdp2 plan compression replicas",
     "pipelining": "profiling engine fsdp2 compression",
-    "tools": "profiling config engine sharding fsdp2 plan compression optim checkpoint api",
+    "tools": "profiling config engine sharding fsdp2 plan compression optim checkpoint rescue api",
     "integrations": "fsdp2 api pipelining tools",
     "__main__": "tools",
 }

@@ -40,6 +40,7 @@ if TYPE_CHECKING:  # "as" makes a name public to type checkers
     from yafsdp_cc.fsdp2.module import whole_parameters as whole_parameters
     from yafsdp_cc.replicas.sync import join_replicas as join_replicas
     from yafsdp_cc.replicas.sync import synchronize_replicas as synchronize_replicas
+    from yafsdp_cc.rescue.rescue import Rescue as Rescue
     from yafsdp_cc.tensor.loading import patch_torch as patch_torch
     from yafsdp_cc.tools import netlab as netlab
     from yafsdp_cc.tools.metrics import Metrics as Metrics
@@ -67,6 +68,7 @@ _MODULE_OF = {
     "plan_of": "yafsdp_cc.api",
     "register_forward_method": "yafsdp_cc.fsdp2.module",
     "register_fsdp_forward_method": "yafsdp_cc.api",
+    "Rescue": "yafsdp_cc.rescue.rescue",
     "save": "yafsdp_cc.checkpoint.save",
     "save_safetensors": "yafsdp_cc.checkpoint.full",
     "shard": "yafsdp_cc.api",

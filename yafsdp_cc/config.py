@@ -75,6 +75,9 @@ class LaunchSection(BaseModel):
     """Further options of the meeting, as key=value,key=value."""
     max_restarts: Annotated[int, Field(ge=0)] = 0
     """How often all ranks are started again when one fails; the script then resumes from its checkpoint."""
+    start_method: Literal["spawn", "fork"] = "spawn"
+    """How ranks start: fork takes no seconds of imports, as one process has imported torch for all; what torch reads at
+    its import, such as OMP_NUM_THREADS, a script cannot change then."""
     name: Annotated[str, Field(pattern=r"^\w[\w.-]*$")] | None = None
     """Name of the run, and of its folder under runs/; null: that of the script."""
     log_dir: Text | None = None

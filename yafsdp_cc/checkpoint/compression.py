@@ -65,15 +65,21 @@ def local_state(model: nn.Module) -> dict[str, Any]:
     return saved
 
 
-def sharded_state(model: nn.Module) -> dict[str, Any]:
-    """Return compression's entries of the checkpoint's sharded state. A collective; call it before ``local_state``."""
+def sharded_state(model: nn.Module, *, means: bool = True) -> dict[str, Any]:
+    """Return compression's entries of the checkpoint's sharded state. A collective; call it before ``local_state``.
+
+    Without ``means`` there are none of residuals, which cost as many bytes to send as exact gradients do, and which
+    only another number of ranks needs.
+    """
     if (found := _compressed(model)) is None:
         return {}
     state, schedule = found
     if (fallback := CodecFallback.of(state)) is not None:
         fallback.judge()  # an open measurement has no place in a checkpoint
     schedule.count_step()  # the last optimizer step, which no forward has followed, may have ended the warm-up
-    saved = {RESIDUALS: mean_residuals(state), ESTIMATES: mean_estimates(state), KEPT: kept_weights(state)[0]}
+    saved = {KEPT: kept_weights(state)[0]}
+    if means:
+        saved |= {RESIDUALS: mean_residuals(state), ESTIMATES: mean_estimates(state)}
     return {part: tensors for part, tensors in saved.items() if tensors}
 
 

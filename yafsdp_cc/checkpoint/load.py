@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from itertools import accumulate
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,8 +41,7 @@ from yafsdp_cc.forms.subclasses import PLAIN
 from yafsdp_cc.fsdp2.module import check_shows_shards
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-    from pathlib import Path
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from torch.distributed.checkpoint.metadata import Metadata
     from torch.optim import Optimizer
@@ -91,19 +91,21 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers =
     for left in reversed(range(_TRIES)):
         before = files.version(target)
         try:
-            return _load(target, model, optimizers, ranks)
+            return load_from(lambda: CheckpointReader(files.complete(target)), model, optimizers, ranks)
         except (ValueError, FileNotFoundError, _ReplacedError):
             if not any(all_gather_objects(files.version(target) != before, ranks.front)) or not left:
                 raise
     raise AssertionError
 
 
-def _load(path: Path, model: nn.Module, optimizers: Sequence[Optimizer], ranks: Ranks) -> dict[str, Any]:
-    """Load the checkpoint that is at ``path`` now; after an error the caller checks whether a save replaced it."""
+def load_from(
+    reader_of: Callable[[], CheckpointReader], model: nn.Module, optimizers: Sequence[Optimizer], ranks: Ranks
+) -> dict[str, Any]:
+    """Load the checkpoint of a reader; after an error the caller checks whether a save replaced it. A collective."""
     group = ranks.front
     with together(group):
-        folder = files.complete(path)
-        reader = CheckpointReader(folder)
+        reader = reader_of()
+        folder = Path(reader.path)
     digests = all_gather_objects((reader.digest, str(folder)), group)
     if len({digest for digest, _ in digests}) > 1:
         raise ValueError(

@@ -37,8 +37,11 @@ class Ranks(NamedTuple):
     longer, as disks differ in speed."""
 
 
-def ranks_of(model: nn.Module) -> Ranks:
-    """Return the ranks of a sharded model, or all ranks. A collective at first, as it makes groups."""
+def ranks_of(model: nn.Module, *, beside: bool = False) -> Ranks:
+    """Return the ranks of a sharded model, or all ranks. A collective at first, as it makes groups.
+
+    With ``beside`` the back group is one of its own, for a thread beside training, and waits no longer than training.
+    """
     if not dist.is_initialized():
         return Ranks((), ())
     members = list(range(dist.get_world_size()))
@@ -53,6 +56,8 @@ def ranks_of(model: nn.Module) -> Ranks:
     def group(use: str, timeout: timedelta) -> Group:
         return (group_once(world, (use, *members), partial(new_group, members, timeout, "gloo")),)
 
+    if beside:
+        return Ranks(group("front", patience), group("beside", patience))
     return Ranks(group("front", patience), group("back", max(patience, default_pg_timeout)))
 
 
@@ -83,15 +88,15 @@ def check_is_one_model(call: str, model: nn.Module) -> None:
             )
 
 
-def meet(call: str, model: nn.Module, settings: dict[str, object]) -> Ranks:
-    """Return the ranks that ``call`` together, after comparing their arguments. A collective.
+def meet(call: str, model: nn.Module, settings: dict[str, object], *, beside: bool = False) -> Ranks:
+    """Return the ranks that ``call`` together (``ranks_of``), after comparing their arguments. A collective.
 
     Raises:
         ValueError: on every rank, naming the first argument that differs.
         RuntimeError: a rank did not come before the timeout of the process group, or is gone.
     """
     try:
-        ranks = ranks_of(model)
+        ranks = ranks_of(model, beside=beside)
         check_settings(settings, ranks.front, call)
     except RuntimeError as error:
         raise RuntimeError(

@@ -39,7 +39,7 @@ from yafsdp_cc.checkpoint.files import check_entry, load_plain, reading, unseale
 from yafsdp_cc.checkpoint.state import MODEL, plain_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from torch.distributed.checkpoint.metadata import Metadata
     from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
@@ -90,7 +90,13 @@ class CheckpointReader(FileSystemReader):
 
     The files of tensors, up to a limit, are opened at once: another save may replace the folder meanwhile.
 
-    ``contents`` is what the checkpoint holds, ``stored_names`` the names of a model's tensors with wrappers in them, by
+    Args:
+        path: folder of the checkpoint.
+        fetch: brings files of these names into the folder before they are read, where some may be missing. A
+            collective, if it is one, of the ranks that load.
+
+    ``contents`` is what the checkpoint holds, ``names`` the files of its tensors with their least sizes in bytes,
+    ``stored_names`` the names of a model's tensors with wrappers in them, by
     those without, ``extra_sums`` the CRC-32 of the ranks' extra files (None: not written
     down), ``digest`` that of the table of contents, in which each save has an id of its own: ranks with equal digests
     read the same save.
@@ -102,8 +108,9 @@ class CheckpointReader(FileSystemReader):
         UntrustedError: its table of contents names something that no checkpoint needs; nothing of it was run.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, fetch: Callable[[Collection[str]], None] | None = None) -> None:
         super().__init__(path)
+        self._fetch = fetch
         table = path / METADATA
         if not table.is_file():
             raise _not_a_checkpoint(path)
@@ -120,7 +127,11 @@ class CheckpointReader(FileSystemReader):
         self._held: dict[str, IO[bytes]] = {}
         closing = ExitStack()
         weakref.finalize(self, closing.close)
-        for name in _check_files(path, contents)[:_HELD]:
+        self.names = _names_in(path, contents)
+        if fetch is not None:
+            return
+        _check_files(path, self.names)
+        for name in list(self.names)[:_HELD]:
             self._held[name] = closing.enter_context((path / name).open("rb"))
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -138,6 +149,8 @@ class CheckpointReader(FileSystemReader):
             place = self.storage_data[item.storage_index]
             return place.relative_path, place.offset, place.length
 
+        if self._fetch is not None:
+            self._fetch({place_of(item)[0] for item in plan.items})
         for (name, offset, length), items in groupby(sorted(plan.items, key=place_of), key=place_of):
             file = Path(self.path) / name
             with reading(file, f", from byte {offset:,} on,"):
@@ -377,20 +390,25 @@ def _tile(stored: TensorStorageMetadata) -> bool:
     return not corners and sum(math.prod(each.sizes) for each in stored.chunks) == math.prod(stored.size)
 
 
-def _check_files(folder: Path, contents: Metadata) -> list[str]:
-    """Check that the files exist, and return their names."""
+def _names_in(folder: Path, contents: Metadata) -> dict[str, int]:
+    """Return the names of the files of tensors, with the least number of bytes of each."""
     ends: Counter[str] = Counter()
     for place in (contents.storage_data or {}).values():
         ends[place.relative_path] = max(ends[place.relative_path], place.offset + place.length)
-    for name, end in ends.items():
+    for name in ends:
         if Path(name).name != name:
             raise ValueError(f"{folder / METADATA} refers to '{name}', which is not a file of this folder")
+    return dict(ends)
+
+
+def _check_files(folder: Path, ends: Mapping[str, int]) -> None:
+    """Check that the files exist, each with at least its number of bytes."""
+    for name, end in ends.items():
         file = folder / name
         size = file.stat().st_size if file.is_file() else None
         if size is None or size < end:
             seen = "is missing" if size is None else f"has {size:,} bytes of {end:,}"
             raise ValueError(f"{file} {seen}: the checkpoint is damaged, load another one")
-    return list(ends)
 
 
 def _not_a_checkpoint(folder: Path) -> Exception:

@@ -27,6 +27,10 @@ from yafsdp_cc.engine.checks import all_gather_objects
 from yafsdp_cc.replicas.sync import synchronize_replicas
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch.optim import Optimizer
+
     from yafsdp_cc.checkpoint.ranks import Group
     from yafsdp_cc.checkpoint.state import Optimizers
 
@@ -88,12 +92,7 @@ def save(
     synchronize_replicas(model)
     # these collectives come before anything that can fail on one rank alone
     compressed = {**compression.sharded_state(model), **replicas.sharded_state(model)}
-    with together(ranks.front):
-        check_plain(extra, "extra", tensors=(Tensor, nn.Parameter))
-        compression.check_names(extra)
-        state = {**state_of(model, optimizers), **compressed}
-        content = files.pack_extra({**extra, **compression.local_state(model)})
-    _check_names(state, ranks.front)
+    state, content = collect(model, optimizers, extra, compressed, ranks.front)
     if asynchronous:
         state = tree_map_only(Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), state)
         state = tree_map_only(io.BytesIO, copy.copy, state)
@@ -105,6 +104,23 @@ def save(
     done: Future[None] = Future()
     done.set_result(None)
     return done
+
+
+def collect(
+    model: nn.Module, optimizers: Sequence[Optimizer], extra: dict[str, Any], compressed: dict[str, Any], group: Group
+) -> tuple[dict[str, Any], bytes]:
+    """Return the sharded state, with the live tensors, and the content of this rank's extra file. A collective.
+
+    Args:
+        compressed: entries of compression and replicas for the sharded state.
+    """
+    with together(group):
+        check_plain(extra, "extra", tensors=(Tensor, nn.Parameter))
+        compression.check_names(extra)
+        state = {**state_of(model, optimizers), **compressed}
+        content = files.pack_extra({**extra, **compression.local_state(model)})
+    _check_names(state, group)
+    return state, content
 
 
 def wait_for_saves() -> None:

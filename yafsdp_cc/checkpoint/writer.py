@@ -55,9 +55,13 @@ class CheckpointWriter(FileSystemWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write the table of contents, with its checksum."""
+        files.write(Path(self.path) / METADATA, self.table_of(metadata, results))
+
+    def table_of(self, metadata: Metadata, results: list[list[WriteResult]]) -> bytes:
+        """Return the table of contents, with its checksum."""
         places = {each.index: each.storage_data for written in results for each in written}
         contents = replace(metadata, version=CURRENT_DCP_VERSION, storage_data=places, storage_meta=self.storage_meta())
-        files.write(Path(self.path) / METADATA, files.sealed(pickle.dumps(contents)))
+        return files.sealed(pickle.dumps(contents))
 
     def storage_meta(self) -> StorageMeta | None:
         """Return the id of the save, with the checksums of the extra files."""

@@ -61,6 +61,10 @@ class CommHandle:
         if finish is not None:
             finish()
 
+    def is_running(self) -> bool:
+        """Return whether the collectives are under way. Any thread may ask."""
+        return any(not work.is_completed() for work in self.works)
+
     def abandon(self) -> None:
         """Let the caller's next work come after the collectives; on CPU, drop the completion callback."""
         self.finish = None
@@ -123,6 +127,9 @@ class CudaCommHandle(CommHandle):
     def wait(self) -> None:
         if self.pending:  # ``pending`` is never cleared: every stream that uses the result must wait
             torch.cuda.current_stream(self.device).wait_event(self.event)
+
+    def is_running(self) -> bool:
+        return self.pending and not self.event.query()
 
     abandon = wait
 

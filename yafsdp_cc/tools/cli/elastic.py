@@ -46,6 +46,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handl
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher import api as launcher_api
 
+from yafsdp_cc.rescue.memory import RunMemory
 from yafsdp_cc.tools.cli.logs import RankLogs, UnwritableError
 
 if TYPE_CHECKING:
@@ -88,12 +89,16 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser, folder: Pa
             )
             config.logs_specs = logs = RankLogs(folder, errors, shown, title)
         job = _Job(folder, logs, "" if config.max_nodes == 1 else " on this node", time.time())
+        place = config.rdzv_endpoint
+        memory, status = RunMemory(options.name, "" if place == ALONE else f"{config.run_id}-{place}"), 1
         try:
-            return _launch(job, config, command, arguments, parser)
+            status = _launch(job, config, command, arguments, parser)
+            return status
         except SignalException as stopped:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher is ending anyway
             return 128 + stopped.sigval
         finally:
+            memory.close(status)
             if logs is not None:
                 logs.finish()
 
@@ -118,9 +123,12 @@ def _torch_config(
     ):
         options.rdzv_backend, options.rdzv_endpoint, options.rdzv_id = "c10d", ALONE, str(uuid.uuid4())
     options.master_port = options.master_port or 29500
+    is_file = "/" in options.rdzv_endpoint
+    if is_file:  # launchers meet in a file that all nodes see: there is no store that dies with one of them
+        options.rdzv_backend, options.rdzv_conf = "c10d", f"{options.rdzv_conf},store_type=file".lstrip(",")
     try:
         config, command, arguments = torchrun.config_from_args(options)
-        config.rdzv_configs["is_here"] = config.max_nodes == 1 and _is_here(config.rdzv_endpoint)
+        config.rdzv_configs["is_here"] = config.max_nodes == 1 and not is_file and _is_here(config.rdzv_endpoint)
     except (ValueError, RuntimeError, AssertionError) as error:
         parser.error(str(error) or "--nnodes=MIN:MAX must not have more than MAX")
     if config.rdzv_configs["is_here"]:
@@ -210,6 +218,8 @@ class FreshStores(RendezvousHandler):
 
     def __init__(self, params: RendezvousParameters) -> None:
         backend, nodes = params.config.pop("meets_by"), (params.min_nodes, params.max_nodes)
+        params.config.setdefault("keep_alive_interval", 1)  # a dead launcher is noticed after 5 s; torch's own: 15 s
+        params.config.setdefault("keep_alive_max_attempt", 5)
         is_here = params.config.pop("is_here") and backend in ("static", "c10d")
         inner = RendezvousParameters(
             backend, params.endpoint, params.run_id, *nodes, params.local_addr, **params.config
@@ -224,7 +234,7 @@ class FreshStores(RendezvousHandler):
         """Of the ranks, if this node has it; of the first attempt at the port that the user gave, else at any."""
         try:
             seconds = 2 * (inner.get_as_int("read_timeout") or 60)  # torch tries twice
-            _, port = parse_rendezvous_endpoint(params.endpoint, 29400)
+            _, port = ("", 0) if "/" in params.endpoint else parse_rendezvous_endpoint(params.endpoint, 29400)
             if is_here and backend == "static":
                 self._server, port = self._meet(lambda: _listening_store("localhost", port)), 0
             store = None

@@ -63,6 +63,10 @@ def main(argv: list[str]) -> int:
     given = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not left_out}
     settings = _settings(parser, given)
     options = argparse.Namespace(**_by_precedence(defaults, given, settings, _from_slurm(parser)))
+    if options.start_method != "spawn":
+        from yafsdp_cc.tools.cli.forks import ForkServer
+
+        ForkServer().install()  # before anything asks for GPUs: a process that has done so cannot be forked
     ranks = _check(parser, options, torchrun.determine_local_world_size)
     # divide the cores among the ranks; torchrun gives each rank one thread, and warns
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
@@ -70,7 +74,7 @@ def main(argv: list[str]) -> int:
         for name in REPEATED_BY_US:
             logging.getLogger(name).setLevel(logging.CRITICAL)
     script = options.training_script
-    name = options.name or (script.rpartition(".")[2] if options.module else Path(script).stem)
+    options.name = name = options.name or (script.rpartition(".")[2] if options.module else Path(script).stem)
     folder = Path(options.log_dir or Path("runs", name, "logs"))
     try:
         folder.mkdir(parents=True, exist_ok=True)

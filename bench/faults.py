@@ -1,0 +1,245 @@
+"""Nodes of this machine that are killed: each has a network namespace, and a memory, ``/dev/shm``, of its own.
+
+python -m bench.faults --kills 200            ranks that are killed at random moments
+python -m bench.faults --nodes-lost 50        nodes that lose their memory, too
+python -m bench.faults --recovery 10          from a kill to the next finished step, beside checkpoints on a disk
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import IO
+
+from yafsdp_cc.tools.netlab import Lab, namespaces
+from yafsdp_cc.tools.netlab.links import address
+
+_MEMORY = "mount --make-rprivate / && mount -t tmpfs -o size=2g tmpfs /dev/shm && echo ready && exec sleep infinity"
+
+
+class Node:
+    """One node: processes that share a network namespace and a memory."""
+
+    def __init__(self, namespace: str, number: int) -> None:
+        self._namespace, self._number = namespace, number
+        self._holder = self._hold()
+
+    def _hold(self) -> subprocess.Popen[str]:
+        """Start the process that holds the node's memory, whoever else dies."""
+        command = ["nsenter", f"--net={self._namespace}", "unshare", "--mount", "sh", "-c", _MEMORY]
+        holder = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+        assert holder.stdout is not None
+        if holder.stdout.readline() != "ready\n":
+            raise RuntimeError("a node's memory could not be mounted: this needs root")
+        return holder
+
+    def start(self, command: Sequence[str], folder: Path, output: IO[str], **environment: str) -> subprocess.Popen[str]:
+        """Start a program on this node, in a folder that all nodes share."""
+        inside = ["nsenter", f"--target={self._holder.pid}", "--mount", "--net", f"--wd={folder}", *command]
+        return subprocess.Popen(
+            inside,
+            stdout=output,
+            stderr=output,
+            text=True,
+            env={**os.environ, "GLOO_SOCKET_IFNAME": "eth0", "NODE": str(self._number), **environment},
+        )
+
+    def kill(self) -> None:
+        """Kill all that runs on this node: its memory is lost. The node is then as one that was just switched on."""
+        self._holder.kill()
+        self._holder.wait()
+        namespaces.sweep({namespaces.number(self._namespace)})
+        self._holder = self._hold()
+
+    def ranks(self) -> list[int]:
+        """Return the processes of this node's ranks."""
+        return ranks_in(self._namespace)
+
+    def left(self) -> list[str]:
+        """Return what is in the node's memory."""
+        listed = subprocess.run(
+            ["nsenter", f"--target={self._holder.pid}", "--mount", "find", "/dev/shm", "-mindepth", "1"],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return listed.stdout.split()
+
+    def close(self) -> None:
+        """End what runs on this node."""
+        self._holder.kill()
+        self._holder.wait()
+
+
+class Cluster:
+    """Nodes, each with a network namespace and a memory of its own, for as long as a ``with`` lasts."""
+
+    def __init__(self, nodes: int = 2, bandwidth: str = "unshaped") -> None:
+        self._lab, self._count = Lab(nodes, bandwidth), nodes
+
+    def __enter__(self) -> Cluster:
+        self.lab = self._lab.__enter__()
+        self.nodes = [Node(self.lab.links.machines[each], each) for each in range(self._count)]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for node in self.nodes:
+            with suppress(ProcessLookupError):
+                node.close()
+        self._lab.__exit__(kind, error, trace)
+
+    def launch(
+        self, node: int, script: Sequence[str], folder: Path, output: IO[str], flags: Sequence[str] = (), **env: str
+    ) -> subprocess.Popen[str]:
+        """Start the launcher of a node; launchers meet in a file, so that any of them may die."""
+        command = [sys.executable, "-m", "yafsdp_cc", "launch", "--nnodes=2", "--nproc-per-node=2", "--rdzv-id=run"]
+        meeting = [f"--rdzv-endpoint={folder}/meeting"]
+        here = [f"--local-addr={address(node)}", f"--log-dir={folder}/logs-{node}"]
+        return self.nodes[node].start([*command, *meeting, *here, *flags, *script], folder, output, **env)
+
+
+def ranks_in(namespace: str) -> list[int]:
+    """Return the processes of ranks in a network namespace."""
+    found, wanted = [], namespaces.number(namespace)
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if namespaces.number(f"{entry}/ns/net") == wanted and b"\0RANK=" in (entry / "environ").read_bytes():
+                found.append(int(entry.name))
+    return found
+
+
+class Job:
+    """One training run on all nodes of a cluster, whose launchers are started again when they die with their node."""
+
+    def __init__(self, cluster: Cluster, folder: Path, flags: Sequence[str], **environment: str) -> None:
+        self.cluster, self.folder, self._flags, self._environment = cluster, folder, flags, environment
+        folder.mkdir(parents=True, exist_ok=True)
+        self._outputs = [(folder / f"node-{each}.txt").open("a") for each in range(len(cluster.nodes))]
+        self.launchers = [self._start(each) for each in range(len(cluster.nodes))]
+
+    def _start(self, node: int) -> subprocess.Popen[str]:
+        job = ["-m", "bench.faults_job", str(self.folder)]
+        return self.cluster.launch(
+            node, job, self.folder, self._outputs[node], self._flags, PYTHONPATH=os.getcwd(), **self._environment
+        )
+
+    def steps(self) -> int:
+        """Return the number of finished steps, as rank 0 has written it down."""
+        with suppress(OSError, ValueError):
+            return int((self.folder / "steps").read_text())
+        return 0
+
+    def kill_a_rank(self, chance: random.Random) -> int:
+        """Kill a random rank, and return 1; 0 if none runs."""
+        ranks = [pid for node in self.cluster.nodes for pid in node.ranks()]
+        with suppress(ProcessLookupError, IndexError):
+            os.kill(chance.choice(ranks), signal.SIGKILL)
+            return 1
+        return 0
+
+    def kill_a_node(self, number: int) -> None:
+        """Kill all processes of a node with their memory, and start its launcher again."""
+        self.cluster.nodes[number].kill()
+        self.launchers[number].wait()
+        self.launchers[number] = self._start(number)
+
+    def wait(self, seconds: float) -> bool:
+        """Return whether all launchers have ended well within so many seconds."""
+        deadline = time.monotonic() + seconds
+        while any(each.poll() is None for each in self.launchers):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.05)
+        return [each.returncode for each in self.launchers] == [0] * len(self.launchers)
+
+    def result(self) -> str:
+        """Return the digest of the weights in the end; "" where there is none."""
+        file = self.folder / "digest"
+        return file.read_text() if file.exists() else ""
+
+    def told(self) -> str:
+        """Return what the launchers have printed."""
+        return "".join((self.folder / f"node-{each}.txt").read_text() for each in range(len(self.launchers)))
+
+    def close(self) -> None:
+        """End the launchers."""
+        for each in self.launchers:
+            if each.poll() is None:
+                each.kill()
+            each.wait()
+        for output in self._outputs:
+            output.close()
+
+
+def disturbed(count: int, per_run: int, lose_nodes: bool, folder: Path, seed: int) -> list[str]:
+    """Run jobs until ``count`` ranks, or nodes, were killed; return what went wrong."""
+    chance, wrong, killed = random.Random(seed), list[str](), 0
+    expected = ""
+    while killed < count or not expected:
+        with Cluster() as cluster:
+            name = f"run-{killed}" if expected else "undisturbed"
+            job = Job(cluster, folder / name, ["--max-restarts=1000", "--start-method=fork"], STEPS="60")
+            try:
+                if expected:
+                    for _ in range(per_run):
+                        begun = job.steps()  # of the last start: a loss may cost some of them
+                        if lose_nodes:  # two nodes have each other's copies once a step was made after a loss
+                            _until(partial(_has_gone_on, job, begun), 120)
+                        time.sleep(chance.uniform(0, 4))
+                        if job.result():
+                            break
+                        if lose_nodes:
+                            job.kill_a_node(chance.randrange(len(cluster.nodes)))
+                        killed += 1 if lose_nodes else job.kill_a_rank(chance)
+                ended = job.wait(300)
+                left = [each for node in cluster.nodes for each in node.left()]
+                if not ended or left or (expected and job.result() != expected):
+                    wrong.append(f"{name}: ended {ended}, left {left}, digest {job.result()} of {expected}")
+                expected = expected or job.result()
+            finally:
+                job.close()
+        print(f"{name}: {killed} killed, {len(wrong)} wrong", flush=True)
+    return wrong
+
+
+def _has_gone_on(job: Job, begun: int) -> bool:
+    return job.steps() > begun + 12 or bool(job.result())
+
+
+def _until(condition: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=0)
+    parser.add_argument("--nodes-lost", type=int, default=0)
+    parser.add_argument("--per-run", type=int, default=8)
+    parser.add_argument("--seed", type=int, default=0)
+    asked = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="faults-"))
+    print(folder, flush=True)
+    for count, lose_nodes in ((asked.kills, False), (asked.nodes_lost, True)):
+        if count:
+            kind = "nodes" if lose_nodes else "ranks"
+            wrong = disturbed(count, asked.per_run, lose_nodes, folder / kind, asked.seed)
+            print(f"{count} {kind} killed: {len(wrong)} runs went wrong", *wrong, sep="\n  ")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""The training run of ``bench.faults``: a small language model, whose weights in the end are told apart by a digest."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import yafsdp_cc
+from yafsdp_cc.tools.demo.model import GPT
+from yafsdp_cc.tools.demo.train import loss_of
+
+
+def main() -> None:
+    """Train ``STEPS`` steps with a snapshot each ``EVERY``; write finished steps, and the digest, to a folder."""
+    folder, steps = Path(sys.argv[1]), int(os.environ["STEPS"])
+    torch.manual_seed(0)
+    model = GPT()
+    yafsdp_cc.shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    drawn = torch.Generator().manual_seed(dist.get_rank())
+    rescue = yafsdp_cc.Rescue(
+        model, optimizer, every=int(os.environ.get("EVERY", "5")), drawn=drawn, scheduler=scheduler
+    )
+    for step in range(rescue.restore(), steps):
+        loss_of(model, torch.randint(256, (1, 65), generator=drawn)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        rescue.step()
+        if dist.get_rank() == 0:
+            (folder / "steps").write_text(str(step + 1))
+    digest = hashlib.sha256()
+    for each in yafsdp_cc.full_state_dict(model).values():
+        digest.update(each.numpy().tobytes())
+    if dist.get_rank() == 0:
+        (folder / "digest.part").write_text(digest.hexdigest())
+        os.replace(folder / "digest.part", folder / "digest")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Tests of `yafsdp_cc.rescue`."""

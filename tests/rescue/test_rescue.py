@@ -1,0 +1,316 @@
+"""`Rescue`: training goes on, bit for bit, from the memory of the nodes that are left.
+
+A node is a folder here: ranks that see the same one are on the same node. Ranks that have ended, and new ones with the
+same folders, are what a restart is.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import shutil
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import yafsdp_cc
+from tests.ranks import RankError, on_ranks
+from tests.soak import also
+from yafsdp_cc.rescue.memory import MEMORY, RunMemory, folder_of_run
+from yafsdp_cc.rescue.nodes import Nodes, Transfer, transfer
+
+WAYS = ("exact", "int8", "onebit", "fully_shard", "plain")
+Settings = dict[str, Any]
+
+
+class Loader:
+    """A loader with a state."""
+
+    def __init__(self) -> None:
+        self.drawn = 0
+
+    def __iter__(self) -> Any:
+        while True:
+            self.drawn += 1
+            yield torch.full((4, 8), float(self.drawn))
+
+    def state_dict(self) -> dict[str, int]:
+        return {"drawn": self.drawn}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.drawn = state["drawn"]
+
+
+def train(folder: Path, steps: int, way: str = "exact", nodes: int = 1, **settings: Any) -> Settings:
+    """Train until so many steps are finished; return where it began, weights and whatever else was random."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    os.environ[MEMORY] = str(folder / f"node-{rank * nodes // world}")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 133), nn.ReLU(), nn.Linear(133, 71), nn.Dropout())
+    if way == "fully_shard":
+        fully_shard(model)
+    elif way != "plain":
+        yafsdp_cc.shard(model, units=[nn.Linear], compression=way if way in ("int8", "onebit") else None)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    drawn, loader = torch.Generator().manual_seed(rank), Loader()
+    rescue = yafsdp_cc.Rescue(model, optimizer, every=2, drawn=drawn, scheduler=scheduler, loader=loader, **settings)
+    for each in (random.seed, np.random.seed, torch.manual_seed):
+        each(rank)
+    began = rescue.restore()
+    batches = iter(loader)
+    for _ in range(began, steps):
+        noise = torch.randn(4, 8, generator=drawn) + random.random() + np.random.rand()
+        model(next(batches) + noise).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        rescue.step()
+    rescue._wait()
+    weights = {
+        name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in model.named_parameters()
+    }
+    last = (random.random(), float(np.random.rand()), torch.rand(1).item(), scheduler.get_last_lr(), loader.drawn)
+    return {"began": began, "weights": {name: each.detach().clone() for name, each in weights.items()}, "last": last}
+
+
+def assert_same(one: list[Settings], other: list[Settings]) -> None:
+    for mine, theirs in zip(one, other, strict=True):
+        assert mine["last"] == theirs["last"]
+        for name, value in mine["weights"].items():
+            assert value.equal(theirs["weights"][name]), name
+
+
+def snapshots(folder: Path, node: int = 0) -> dict[int, Path]:
+    found = (folder / f"node-{node}").glob("step-*")
+    return {int(each.name.removeprefix("step-").partition(".")[0]): each for each in found}
+
+
+@pytest.mark.parametrize("way", [way if way in ("exact", "int8") else also(way) for way in WAYS])
+def test_ranks_that_died_go_on_bit_for_bit(tmp_path: Path, way: str) -> None:
+    world = 1 if way == "plain" else 2
+    undisturbed = on_ranks(world, train, tmp_path / "other", 9, way)
+    on_ranks(world, train, tmp_path, 7, way)
+    gone_on = on_ranks(world, train, tmp_path, 9, way)
+    assert [each["began"] for each in gone_on] == [6] * world
+    assert_same(gone_on, undisturbed)
+    assert sorted(snapshots(tmp_path)) == [6, 8]
+
+
+@pytest.mark.parametrize("lost", [0, also(1)])
+def test_a_node_that_lost_its_memory_has_it_from_its_buddy(
+    tmp_path: Path, lost: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    undisturbed = on_ranks(4, train, tmp_path / "other", 9, "int8", 2)
+    on_ranks(4, train, tmp_path, 7, "int8", 2)
+    shutil.rmtree(tmp_path / f"node-{lost}")
+    capfd.readouterr()
+    gone_on = on_ranks(4, train, tmp_path, 9, "int8", 2)
+    assert [each["began"] for each in gone_on] == [6] * 4
+    assert_same(gone_on, undisturbed)
+    # Rank 0's part has what all ranks have alike.
+    parts = 2 if lost == 0 else 3
+    assert f"going on behind step 6, from memory ({parts} of 4 parts from another node); step" in capfd.readouterr().err
+
+
+def test_any_one_of_three_nodes_may_vanish(tmp_path: Path) -> None:
+    on_ranks(3, train, tmp_path, 4, "exact", 3)
+    for lost in range(3):
+        copy = tmp_path / f"without-{lost}"
+        shutil.copytree(tmp_path, copy, ignore=shutil.ignore_patterns("without-*", f"node-{lost}"))
+        assert [each["began"] for each in on_ranks(3, train, copy, 4, "exact", 3)] == [4] * 3
+
+
+def test_where_no_node_has_a_part_the_checkpoint_on_the_disk_is_taken(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    disk = {"path": tmp_path / "disk", "save_every": 4}
+    undisturbed = on_ranks(2, lambda: train(tmp_path / "other", 9, nodes=2))
+    on_ranks(2, lambda: train(tmp_path, 7, nodes=2, **disk))
+    for node in range(2):
+        shutil.rmtree(tmp_path / f"node-{node}")
+    gone_on = on_ranks(2, lambda: train(tmp_path, 9, nodes=2, **disk))
+    assert [each["began"] for each in gone_on] == [4, 4]
+    assert_same(gone_on, undisturbed)
+    assert f"going on behind step 4, from {tmp_path / 'disk'}\n" in capfd.readouterr().err
+
+
+def test_a_checkpoint_that_is_newer_than_what_memory_has_is_taken(tmp_path: Path) -> None:
+    disk = {"path": tmp_path / "disk", "save_every": 4}
+    on_ranks(2, lambda: train(tmp_path, 3, **disk))
+    shutil.copytree(tmp_path / "node-0", tmp_path / "old")
+    on_ranks(2, lambda: train(tmp_path, 5, **disk))
+    shutil.rmtree(tmp_path / "node-0")
+    (tmp_path / "old").rename(tmp_path / "node-0")
+    assert [each["began"] for each in on_ranks(2, lambda: train(tmp_path, 5, **disk))] == [4, 4]
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 4), also(4, 2), also(4, 1)])
+def test_another_number_of_ranks_goes_on(tmp_path: Path, before: int, after: int) -> None:
+    saved = on_ranks(before, lambda: train(tmp_path, 4, nodes=2))
+    gone_on = on_ranks(after, lambda: train(tmp_path, 4, nodes=min(2, after)))
+    assert [each["began"] for each in gone_on] == [4] * after
+    for name, value in saved[0]["weights"].items():
+        assert gone_on[0]["weights"][name].equal(value), name
+
+
+def test_a_snapshot_that_is_not_finished_or_damaged_is_not_taken(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    undisturbed = on_ranks(2, train, tmp_path / "other", 6)
+    on_ranks(2, train, tmp_path, 6)
+    last = snapshots(tmp_path)[6]
+    damaged = tmp_path / "damaged"
+    shutil.copytree(tmp_path / "node-0", damaged / "node-0")
+    (last / ".metadata").unlink()
+    gone_on = on_ranks(2, train, tmp_path, 6)
+    assert [each["began"] for each in gone_on] == [4, 4]
+    assert_same(gone_on, undisturbed)
+    file = damaged / "node-0" / last.name / "__1_0.distcp"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    capfd.readouterr()
+    gone_on = on_ranks(2, train, damaged, 6)
+    assert [each["began"] for each in gone_on] == [4, 4]
+    assert_same(gone_on, undisturbed)
+    assert re.search("a snapshot cannot be used: .*__1_0.distcp.*CRC-32", capfd.readouterr().err)
+
+
+def test_the_last_snapshot_that_is_damaged_is_no_reason_to_begin_anew(tmp_path: Path) -> None:
+    on_ranks(2, train, tmp_path, 2)
+    (file,) = snapshots(tmp_path)[2].glob("__0_0.distcp")
+    file.write_bytes(b"x" * file.stat().st_size)
+    with pytest.raises(RankError, match=r"__0_0.distcp.* is damaged"):
+        on_ranks(2, train, tmp_path, 2)
+
+
+def test_a_first_start_says_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert on_ranks(2, train, tmp_path, 1)[0]["began"] == 0
+    assert capfd.readouterr().err == ""
+    assert on_ranks(2, train, tmp_path, 1)[0]["began"] == 0
+    assert capfd.readouterr().err == "yafsdp-cc: going on from the beginning; steps 1 to 1 are made again\n"
+
+
+def test_close_removes_what_a_run_has_in_memory(tmp_path: Path) -> None:
+    def body() -> None:
+        os.environ[MEMORY] = str(tmp_path / "run")
+        model = nn.Linear(2, 2)
+        rescue = yafsdp_cc.Rescue(model, every=1)
+        rescue.restore()
+        rescue.step()
+        rescue.close()
+
+    on_ranks(2, body)
+    assert list(tmp_path.iterdir()) == []
+
+
+class Stateless:
+    pass
+
+
+MISTAKES = {
+    "every=0, save_every=0: every must be 1 or more, save_every a multiple": {"every": 0},
+    "every=2, save_every=3: every must be 1 or more, save_every a multiple": {"every": 2, "save_every": 3},
+    r"save_every=20 needs the path of the checkpoints: Rescue\(..., path='checkpoints/last'\)": {"save_every": 20},
+    r"loader is a Stateless, which has no state_dict\(\) and load_state_dict\(\)": {"loader": Stateless()},
+    "Rescue keeps something of its own as 'steps': choose another name": {"steps": torch.Generator()},
+}
+
+
+@pytest.mark.parametrize("message", MISTAKES)
+def test_mistakes_are_told_before_training(tmp_path: Path, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(MEMORY, str(tmp_path))
+    with pytest.raises((TypeError, ValueError), match=message):
+        yafsdp_cc.Rescue(nn.Linear(1, 1), **MISTAKES[message])
+
+
+def test_other_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(MEMORY, str(tmp_path))
+    with pytest.raises(TypeError, match="takes a module, and was given a str"):
+        yafsdp_cc.Rescue("model")  # type: ignore[arg-type]
+    rescue = yafsdp_cc.Rescue(nn.Linear(1, 1), every=1)
+    with pytest.raises(RuntimeError, match=r"call Rescue.restore\(\) before the first step"):
+        rescue.step()
+    yafsdp_cc.save(tmp_path / "foreign", nn.Linear(1, 1))
+    with pytest.raises(ValueError, match=r"foreign does not tell its step, as Rescue did not save it: read it by load"):
+        yafsdp_cc.Rescue(nn.Linear(1, 1), path=tmp_path / "foreign").restore()
+    usage = namedtuple("usage", "total used free")(100, 90, 10)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    rescue.restore()
+    rescue.step()
+    with pytest.raises(
+        RuntimeError,
+        match=r"the snapshot behind step 1 was not written: .*No space left in .* bytes are needed, and 10 were free",
+    ):
+        rescue.step()
+    monkeypatch.setenv(MEMORY, "/proc/nowhere")
+    with pytest.raises(ValueError, match=r"/proc/nowhere cannot be made .* needs? a memory that outlives a process"):
+        yafsdp_cc.Rescue(nn.Linear(1, 1))
+
+
+def test_ranks_with_other_settings_are_told(tmp_path: Path) -> None:
+    def body() -> None:
+        os.environ[MEMORY] = str(tmp_path)
+        rescue = yafsdp_cc.Rescue(nn.Linear(1, 1), every=1 + dist.get_rank())
+        with pytest.raises(ValueError, match="every"):
+            rescue.restore()
+
+    on_ranks(2, body)
+
+
+def test_files_go_between_ranks_in_any_pattern(tmp_path: Path) -> None:
+    def body() -> None:
+        rank, chance = dist.get_rank(), random.Random(5)
+        folder = tmp_path / str(rank)
+        folder.mkdir()
+        sizes = {name: chance.choice([0, 1, 1000, 3_000_000]) for name in "abcdefghij"}
+        moved = []
+        for name, size in sizes.items():
+            source, target = chance.sample(range(3), 2)
+            moved.append(Transfer(name, size, source, target))
+            if rank == source:
+                (folder / name).write_bytes(random.Random(name).randbytes(size))
+        group = dist.group.WORLD
+        assert group is not None
+        transfer(moved, folder, (group,))
+        assert {each.name for each in folder.iterdir()} == {each.name for each in moved if rank in each[2:]}
+        for each in moved:
+            if each.target == rank:
+                assert (folder / each.name).read_bytes() == random.Random(each.name).randbytes(each.size)
+
+    on_ranks(3, body)
+
+
+def test_buddies_are_on_other_nodes(tmp_path: Path) -> None:
+    def body() -> None:
+        folder = tmp_path / str((0, 0, 0, 1, 2)[dist.get_rank()])
+        folder.mkdir(exist_ok=True)
+        group = dist.group.WORLD
+        assert group is not None
+        nodes = Nodes(folder, (group,))
+        assert [nodes.buddy_of(rank) for rank in range(5)] == [3, 3, 3, 4, 0]
+
+    on_ranks(5, body)
+
+
+def test_what_a_run_has_left_is_removed_by_the_next_of_its_name() -> None:
+    name = f"test-{os.getpid()}"
+    alive, ended = RunMemory(name, "alive"), RunMemory(name, "ended")
+    folders = {run_id: folder_of_run(name, run_id) for run_id in ("alive", "ended", "next")}
+    ended.close(1)
+    assert folders["ended"].is_dir()  # the launchers of other nodes may have it go on
+    following = RunMemory(name, "next")
+    assert [folders[each].is_dir() for each in ("alive", "ended", "next")] == [True, False, True]
+    following.close(0)
+    alive.close(0)
+    assert not folders["alive"].parent.exists()

@@ -1,0 +1,69 @@
+"""The folder of a run in the memory of one node, which outlives the run's processes.
+
+/dev/shm/yafsdp_cc-<user>-<run>/    one for each name of a run
+    <id>/                           one for each run; the launchers of its nodes agree on the id
+        lock                        locked as long as the launcher lives
+        step-40.1f3a90c2/           files of a checkpoint; the letters are new after each start of the ranks
+        steps-3                     number of steps that rank 3 has finished
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shutil
+from contextlib import suppress
+from pathlib import Path
+from typing import IO
+
+MEMORY = "YAFSDP_CC_MEMORY"
+"""Environment variable by which the launcher gives ranks the folder of their run."""
+_ROOT = Path("/dev/shm")
+
+
+def folder_of_run(name: str, run_id: str) -> Path:
+    """Return the folder of the run of this name and id, which may not exist."""
+    name, run_id = (re.sub(r"[^\w.-]", "_", each) for each in (name, run_id))
+    return _ROOT / f"yafsdp_cc-{os.getuid()}-{name}" / run_id
+
+
+class RunMemory:
+    """A launcher's hold on the folder of its run: removes those of earlier runs of this name, and its own in the end.
+
+    Args:
+        name: name of the run.
+        run_id: id of the run; "" for one that no other launcher can take part in, and nobody can continue.
+    """
+
+    def __init__(self, name: str, run_id: str) -> None:
+        self._is_alone = not run_id
+        self._folder = folder_of_run(name, run_id or f"launcher-{os.getpid()}")
+        self._lock: IO[bytes] | None = None
+        if not _ROOT.is_dir():
+            return
+        for folder in self._folder.parent.glob("*/"):
+            if folder.name != self._folder.name:
+                _remove_left_behind(folder)
+        os.environ[MEMORY] = str(self._folder)
+        with suppress(OSError):  # without room for a folder there is none for snapshots, which tell so
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._lock = (self._folder / "lock").open("wb")
+            fcntl.flock(self._lock, fcntl.LOCK_SH)  # two launchers of a run may share a machine
+
+    def close(self, status: int) -> None:
+        """Remove the folder if nobody can continue this run from it."""
+        if self._lock is None:
+            return
+        if status == 0 or self._is_alone:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        self._lock.close()
+        with suppress(OSError):
+            self._folder.parent.rmdir()
+
+
+def _remove_left_behind(folder: Path) -> None:
+    """Remove a run's folder, unless its launcher lives."""
+    with suppress(OSError), (folder / "lock").open("rb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,148 @@
+"""Which ranks share a memory, and files that move from one node's memory to another's."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from yafsdp_cc.checkpoint.ranks import place_in, together
+from yafsdp_cc.engine.checks import all_gather_objects
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Sequence
+
+    from yafsdp_cc.checkpoint.ranks import Group
+
+_PART = 1 << 19
+"""Bytes of one message: some milliseconds of a link of 1 Gbit/s, for which training may have to wait."""
+_TAG = 71
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+
+class Nodes:
+    """The nodes of a run: ranks are on one node if they see the same folder. A collective.
+
+    Args:
+        folder: existing folder of the run in this rank's memory.
+        group: group of all ranks.
+    """
+
+    def __init__(self, folder: Path, group: Group) -> None:
+        boot = _BOOT.read_text().strip() if _BOOT.exists() else os.uname().nodename
+        place = os.stat(folder)
+        places = all_gather_objects((boot, place.st_dev, place.st_ino), group)
+        names = list(dict.fromkeys(places))
+        self.rank, _ = place_in(group)
+        self.of = [names.index(each) for each in places]
+        """Number of the node of each rank."""
+        self.members = [[rank for rank, node in enumerate(self.of) if node == each] for each in range(len(names))]
+        """Ranks of each node."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank is the first one of its node."""
+        return self.members[self.of[self.rank]][0] == self.rank
+
+    def buddy_of(self, rank: int) -> int | None:
+        """Return the rank of the next node that keeps a copy for ``rank``; None where there is one node."""
+        if len(self.members) == 1:
+            return None
+        own, others = (self.members[(self.of[rank] + step) % len(self.members)] for step in (0, 1))
+        return others[own.index(rank) % len(others)]
+
+
+class LostError(ValueError):
+    """A file of a snapshot is in no node's memory any more."""
+
+
+class Transfer(NamedTuple):
+    """A file that goes from one rank's memory to another's."""
+
+    name: str
+    size: int
+    source: int
+    target: int
+
+
+def fetch(names: Collection[str], folder: Path, nodes: Nodes, group: Group) -> list[Transfer]:
+    """Bring files that ``folder`` lacks on this rank's node from other nodes. A collective.
+
+    Returns:
+        What was moved, for all ranks.
+
+    Raises:
+        LostError: on every rank: no node has one of the files.
+    """
+    here = {each.name: each.stat().st_size for each in folder.iterdir() if each.suffix != ".part"}
+    missing = sorted(name for name in names if name not in here)
+    found = all_gather_objects((here, missing), group)
+    transfers: dict[tuple[str, int], Transfer] = {}
+    for rank, (_, wanted) in enumerate(found):
+        for name in wanted:
+            source = next((other for other, (has, _) in enumerate(found) if name in has), None)
+            if source is None:
+                raise LostError(f"{folder.name}/{name} is in no node's memory any more")
+            size = found[source][0][name]
+            transfers.setdefault((name, nodes.of[rank]), Transfer(name, size, source, rank))
+    ordered = list(transfers.values())
+    transfer(ordered, folder, group)
+    if ordered:
+        all_gather_objects(None, group)  # another rank of this node may have received what this one reads
+    return ordered
+
+
+def transfer(
+    transfers: Sequence[Transfer], folder: Path, group: Group, before_part: Callable[[float], None] = lambda _: None
+) -> None:
+    """Move files between the folders of several ranks, in parts. A collective.
+
+    A file appears under its name when all of it is there.
+
+    Args:
+        transfers: the same on all ranks, in the same order.
+        folder: folder of this rank.
+        group: group of all ranks.
+        before_part: called before a part is sent, with the fraction of this rank's bytes that were.
+    """
+    rank, _ = place_in(group)
+    sent = [each for each in transfers if each.source == rank]
+    received = [each for each in transfers if each.target == rank]
+    with together(group):  # room is taken first: writing to a mapped file of a full memory would kill the process
+        for each in received:
+            with _part_of(folder, each).open("wb") as file:
+                if each.size:
+                    os.posix_fallocate(file.fileno(), 0, each.size)
+    if not (sent or received):
+        return
+    # Two threads: a rank that waited for its message to be taken before it took one might wait in a circle.
+    with ThreadPoolExecutor(1, "yafsdp_cc.receive") as receiver:
+        done = receiver.submit(_receive, received, folder, group)
+        total, gone = sum(each.size for each in sent), 0
+        for each in sent:
+            for part in _mapped(folder / each.name, each.size):
+                before_part(gone / total)
+                group[0].send([part], each.target, _TAG).wait()
+                gone += part.nbytes
+        done.result()
+
+
+def _receive(transfers: Sequence[Transfer], folder: Path, group: Group) -> None:
+    for each in transfers:
+        unfinished = _part_of(folder, each)
+        for part in _mapped(unfinished, each.size):
+            group[0].recv([part], each.source, _TAG).wait()
+        os.replace(unfinished, folder / each.name)
+
+
+def _part_of(folder: Path, transfer: Transfer) -> Path:
+    return folder / f"{transfer.name}.part"
+
+
+def _mapped(file: Path, size: int) -> Sequence[Tensor]:
+    """Return the content of a file, in parts that are the file's own memory."""
+    return torch.from_file(str(file), shared=True, size=size, dtype=torch.uint8).split(_PART) if size else ()
