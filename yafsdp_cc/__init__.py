@@ -40,6 +40,8 @@ if TYPE_CHECKING:  # "as" makes a name public to type checkers
     from yafsdp_cc.fsdp2.module import whole_parameters as whole_parameters
     from yafsdp_cc.replicas.sync import join_replicas as join_replicas
     from yafsdp_cc.replicas.sync import synchronize_replicas as synchronize_replicas
+    from yafsdp_cc.rescue.divergence import DivergenceError as DivergenceError
+    from yafsdp_cc.rescue.divergence import DivergenceWatch as DivergenceWatch
     from yafsdp_cc.rescue.rescue import Rescue as Rescue
     from yafsdp_cc.tensor.loading import patch_torch as patch_torch
     from yafsdp_cc.tools import netlab as netlab
@@ -55,6 +57,8 @@ _MODULE_OF = {
     "Compression": "yafsdp_cc.compression",
     "CompressionHookState": "yafsdp_cc.compression.ddp",
     "counters_of": "yafsdp_cc.api",
+    "DivergenceError": "yafsdp_cc.rescue.divergence",
+    "DivergenceWatch": "yafsdp_cc.rescue.divergence",
     "encoded_mean": "yafsdp_cc.compression.ddp",
     "follow_scaler": "yafsdp_cc.compression.schedule",
     "full_state_dict": "yafsdp_cc.checkpoint.full",

@@ -77,24 +77,31 @@ class ForkServer:
                 self._statuses[ended] = status
             return self._statuses.get(pid)
 
-    def install(self) -> None:
-        """Let torch's agent start our runner's ranks from this server, in place of new Python processes."""
-        server = self
-
-        class Handler(SubprocessHandler):
-            """torch's handle of a rank, whose process is a fork."""
-
-            def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> Any:
-                return _Rank(server, env, list(args[args.index(_RUNNER) + 1 :]), self._stdout, self._stderr)
-
-        def handler_of(**kwargs: Any) -> Handler:
-            return Handler(**kwargs)
-
-        # torch takes the handler from this module's attribute only
-        setattr(api, "get_subprocess_handler", handler_of)  # noqa: B010  (mypy forbids the assignment)
-
 
 _RUNNER = "yafsdp_cc.tools.cli.runner"
+
+
+def install(server: ForkServer | None) -> None:
+    """Let torch's agent start our runner's ranks from a server, if there is one, and end them if they are stopped."""
+
+    class Handler(SubprocessHandler):
+        """torch's handle of a rank, whose process may be a fork."""
+
+        def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> Any:
+            if server is None or _RUNNER not in args:
+                return super()._popen(args, env)
+            return _Rank(server, env, list(args[args.index(_RUNNER) + 1 :]), self._stdout, self._stderr)
+
+        def close(self, death_sig: signal.Signals | None = None) -> None:
+            super().close(death_sig)
+            with suppress(ProcessLookupError):
+                os.killpg(self.proc.pid, signal.SIGCONT)  # a stopped process takes no other signal than SIGKILL
+
+    def handler_of(**kwargs: Any) -> Handler:
+        return Handler(**kwargs)
+
+    # torch takes the handler from this module's attribute only
+    setattr(api, "get_subprocess_handler", handler_of)  # noqa: B010  (mypy forbids the assignment)
 
 
 class _Rank:

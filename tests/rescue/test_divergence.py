@@ -1,0 +1,118 @@
+"""`DivergenceWatch` names the rank and the parameter that differ, and nothing else."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import yafsdp_cc
+from tests.ranks import on_ranks, ranks
+from tests.soak import SOAK, also
+
+
+def replicated(way: str, replicas: int = 2) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model of three units on (replicas, shards) ranks, and its optimizer."""
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64)) for _ in range(3)]
+    model = nn.Sequential(*layers)
+    mesh = init_device_mesh("cpu", (replicas, dist.get_world_size() // replicas), mesh_dim_names=("replicate", "shard"))
+    if way == "fsdp2":
+        for each in (*layers, model):
+            fully_shard(each, mesh=mesh)
+    else:
+        yafsdp_cc.shard(model, mesh=mesh, units=layers)
+    return model, torch.optim.AdamW(model.parameters())
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.randn(2, 64)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def flip_a_bit(model: nn.Module, name: str, chance: random.Random) -> bool:
+    """Flip one bit of this rank's part of a parameter, unless it has none."""
+    local = dict(model.named_parameters())[name].to_local().detach().view(torch.int32)
+    if local.numel():
+        local.view(-1)[chance.randrange(local.numel())] ^= 1 << chance.randrange(31)
+    return bool(local.numel())
+
+
+@pytest.mark.parametrize("way", ["ours", also("fsdp2")])
+def test_a_flipped_bit_is_named_within_one_round(way: str) -> None:
+    def body() -> None:
+        chance = random.Random(0)
+        model, optimizer = replicated(way)
+        names = [name for name, _ in model.named_parameters()]
+        for _ in range(100 if SOAK else 6):
+            watch = yafsdp_cc.DivergenceWatch(model, optimizer, every=1)
+            step(model, optimizer)
+            watch.step()
+            name, guilty, where = chance.choice(names), chance.randrange(4), random.Random(chance.random())
+            before = [parameter.to_local().clone() for parameter in model.parameters()]
+            hits = flip_a_bit(model, name, where) if dist.get_rank() == guilty else False
+            everyones: list[bool] = [False] * 4
+            dist.all_gather_object(everyones, hits)
+            told = ""
+            try:
+                for _ in range(4):  # units, and the root
+                    watch.step()
+            except yafsdp_cc.DivergenceError as error:
+                told = str(error).partition("(compared")[0]
+            assert (f"another '{name}' than" in told) == any(everyones), told
+            assert (str(guilty) in told) == any(everyones), told
+            with torch.no_grad():
+                for parameter, value in zip(model.parameters(), before, strict=True):
+                    parameter.to_local().detach().copy_(value)
+
+    on_ranks(4, body)
+
+
+@ranks(3)
+def test_the_rank_that_differs_from_most_is_named() -> None:
+    model, optimizer = replicated("ours", replicas=3)
+    watch = yafsdp_cc.DivergenceWatch(model, optimizer, every=2)
+    step(model, optimizer)
+    if dist.get_rank() == 2:
+        flip_a_bit(model, "1.0.weight", random.Random(1))
+    watch.step()
+
+    def until_it_is_found() -> None:
+        for _ in range(7):
+            watch.step()
+
+    told = r"after \d steps rank 2 had another '1.0.weight' than ranks 0, 1 \("
+    with pytest.raises(yafsdp_cc.DivergenceError, match=told):
+        until_it_is_found()
+
+
+@ranks(4)
+def test_training_raises_no_alarm() -> None:
+    model, optimizer = replicated("ours")
+    watch = yafsdp_cc.DivergenceWatch(model, optimizer, every=1)
+    torch.manual_seed(dist.get_rank())
+    for _ in range(10_000 if SOAK else 12):
+        step(model, optimizer)
+        watch.step()
+
+
+@ranks(2)
+def test_steps_of_an_optimizer_that_differ_are_named() -> None:
+    model, optimizer = replicated("ours", replicas=2)
+    watch = yafsdp_cc.DivergenceWatch(model, optimizer, every=1)
+    step(model, optimizer)
+    if dist.get_rank() == 1:
+        optimizer.state[next(model.parameters())]["step"] += 1
+    with pytest.raises(yafsdp_cc.DivergenceError, match=r"another 'optimizer's step of 0.0.weight' than ranks 0"):
+        watch.step()
+
+
+def test_mistakes_are_told() -> None:
+    with pytest.raises(ValueError, match="every=0 must be a number of steps, 1 or more"):
+        yafsdp_cc.DivergenceWatch(nn.Linear(1, 1), every=0)

@@ -1,0 +1,123 @@
+"""``DivergenceWatch``: notices that ranks no longer have alike what they must, after a flipped bit, for instance."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from yafsdp_cc.checkpoint.ranks import meet
+from yafsdp_cc.checkpoint.state import as_sequence, plain_name, unwrapped
+from yafsdp_cc.engine.checks import all_gather_objects
+from yafsdp_cc.replicas.sync import local_of, refuse_sync
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+
+    from yafsdp_cc.checkpoint.state import Optimizers
+
+
+class DivergenceError(RuntimeError):
+    """Ranks have different values of what they must have alike."""
+
+
+class DivergenceWatch:
+    """Compares checksums between ranks: all replicated parameters, step counts, and the shards of one unit in turn.
+
+        watch = yafsdp_cc.DivergenceWatch(model, optimizer, every=100)
+        ...
+        watch.step()  # behind optimizer.step()
+
+    A shard is compared with that of the other replicas: without replicas, there is nothing to compare it with. Sums of
+    whole numbers notice every change of one bit.
+
+    Args:
+        model: sharded by this package or by FSDP2.
+        optimizer: the optimizer, or several, whose counts of steps are compared.
+        every: number of steps from one comparison to the next.
+
+    Raises:
+        ValueError: ``every`` is no number of steps, or replicas differ by design, between exchanges (``sync``).
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizers = None, *, every: int = 100) -> None:
+        if every < 1:
+            raise ValueError(f"every={every} must be a number of steps, 1 or more")
+        self._model, self._optimizers, self._every = unwrapped(model), as_sequence(optimizer), every
+        refuse_sync("DivergenceWatch", self._model)
+        self._steps = self._compared = 0
+
+    def step(self) -> None:
+        """Count a step, and compare if it is time to. A collective then.
+
+        Raises:
+            DivergenceError: on every rank, with the first parameter and the ranks that differ.
+        """
+        self._steps += 1
+        if self._steps % self._every == 0:
+            self._compare()
+
+    def _compare(self) -> None:
+        group = meet("DivergenceWatch.step()", self._model, {"steps": self._steps}).front
+        units = self._units()
+        unit = list(units)[self._compared % len(units)]
+        self._compared += 1
+        own = {name: _found(each) for name, each in self._model.named_parameters() if _is_replicated(each)}
+        own |= {name: _found(each) for name, each in units[unit].items()}
+        names: dict[Tensor, str] = {each: plain_name(name) for name, each in self._model.named_parameters()}
+        for optimizer in self._optimizers:
+            for parameter, state in optimizer.state.items():
+                if "step" in state:
+                    own[f"optimizer's step of {names.get(parameter, 'a parameter')}"] = ((), int(state["step"]))
+        found = all_gather_objects(own, group)
+        for name in dict.fromkeys(name for each in found for name in each):
+            places: defaultdict[Hashable, dict[int, int]] = defaultdict(dict)
+            for rank, each in enumerate(found):
+                if name in each:
+                    place, value = each[name]
+                    places[place][rank] = value
+            for values in places.values():
+                if len(set(values.values())) > 1:
+                    raise DivergenceError(_told(plain_name(name), unit, values, self._steps))
+
+    def _units(self) -> dict[str, dict[str, nn.Parameter]]:
+        """Return the parameters of each unit by name."""
+        units: defaultdict[str, dict[str, nn.Parameter]] = defaultdict(dict)
+        wrapped = {name for name, module in self._model.named_modules() if isinstance(module, FSDPModule)}
+        for name, parameter in self._model.named_parameters():
+            path = name.split(".")[:-1]
+            above = (".".join(path[:depth]) for depth in range(len(path), 0, -1))
+            units[next((each for each in above if each in wrapped), "")][name] = parameter
+        return units
+
+
+def _is_replicated(parameter: Tensor) -> bool:
+    return isinstance(parameter, DTensor) and all(each.is_replicate() for each in parameter.placements)
+
+
+def _found(parameter: Tensor) -> tuple[Hashable, int]:
+    """Return which part of a parameter this rank has, equal for those that must be alike, and a checksum of it."""
+    local = local_of(parameter).contiguous()
+    part: tuple[int, ...] = ()
+    if isinstance(parameter, DTensor):
+        where = parameter.device_mesh.get_coordinate() or ()
+        part = tuple(at for at, how in zip(where, parameter.placements, strict=True) if not how.is_replicate())
+    whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(local.itemsize, torch.int64)
+    return part, int(local.view(whole).sum(dtype=torch.int64)) if local.numel() else 0
+
+
+def _told(name: str, unit: str, values: dict[int, int], steps: int) -> str:
+    (usual, count), *_ = Counter(values.values()).most_common()
+    alike = [rank for rank, value in values.items() if value == usual]
+    others = [rank for rank in values if rank not in alike]
+    who = f"rank{'s' if len(others) > 1 else ''} {', '.join(map(str, others))}"
+    among = "" if 2 * count > len(values) else ", and which of them is right cannot be told"
+    return (
+        f"after {steps} steps {who} had another '{name}' than ranks {', '.join(map(str, alike))}{among} (compared: "
+        f"unit '{unit or '(root)'}' and all replicated parameters). A bit has flipped, or code has changed it on some "
+        "ranks alone: go on from the last snapshot or checkpoint, and test that machine if it happens again"
+    )
