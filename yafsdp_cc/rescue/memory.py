@@ -42,8 +42,9 @@ class RunMemory:
         self._lock: IO[bytes] | None = None
         if not _ROOT.is_dir():
             return
-        for folder in self._folder.parent.glob("*/"):
-            if folder.name != self._folder.name:
+        for folder in _ROOT.glob(f"yafsdp_cc-{os.getuid()}-*/*/"):
+            is_of_name = folder.parent == self._folder.parent
+            if folder != self._folder and (is_of_name or not any(folder.glob("step*"))):
                 _remove_left_behind(folder)
         os.environ[MEMORY] = str(self._folder)
         with suppress(OSError):  # without room for a folder there is none for snapshots, which tell so
@@ -67,3 +68,4 @@ def _remove_left_behind(folder: Path) -> None:
     with suppress(OSError), (folder / "lock").open("rb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(folder, ignore_errors=True)
+        folder.parent.rmdir()
