@@ -22,7 +22,7 @@ yafsdp_cc.shard(model, units=[model])
 optimizer = torch.optim.AdamW(model.parameters())
 drawn = torch.Generator().manual_seed(rank)
 rescue = yafsdp_cc.Rescue(model, optimizer, every=2, drawn=drawn)
-for step in range(rescue.restore(), 9):
+for step in range(rescue.restore(), 10):
     if (rank, step, os.environ["TORCHELASTIC_RESTART_COUNT"]) == (1, 5, "0"):
         FAULT
     loss = model(torch.randn(4, 64, generator=drawn)).square().mean()

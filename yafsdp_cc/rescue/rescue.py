@@ -19,6 +19,7 @@ import shutil
 import sys
 import time
 import warnings
+import weakref
 import zlib
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -61,6 +62,15 @@ STEPS, RANDOM = "steps", "random_states"
 """Names in the extra files for the number of finished steps and for the random states."""
 _WAIT = 0.002
 """Seconds after which a part of a copy that waits for training's own messages looks again."""
+
+
+_all: weakref.WeakSet[Rescue] = weakref.WeakSet()
+
+
+def wait_for_snapshots() -> None:
+    """Return when no snapshot of this rank is under way: before its process groups go."""
+    for each in list(_all):
+        each._wait()
 
 
 class Rescue:
@@ -130,6 +140,7 @@ class Rescue:
         """Copy on the host of the state in the last snapshot, whose memory the next one uses again."""
         self._thread = ThreadPoolExecutor(1, "yafsdp_cc.rescue")
         self._job: Future[None] | None = None
+        _all.add(self)
         self._engine: GroupContext | None = None
 
     def restore(self) -> int:
