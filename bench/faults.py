@@ -8,6 +8,7 @@ python -m bench.faults --recovery 10          from a kill to the next finished s
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import random
 import signal
@@ -62,10 +63,6 @@ class Node:
         namespaces.sweep({namespaces.number(self._namespace)})
         self._holder = self._hold()
 
-    def ranks(self) -> list[int]:
-        """Return the processes of this node's ranks."""
-        return ranks_in(self._namespace)
-
     def left(self) -> list[str]:
         """Return what is in the node's memory."""
         listed = subprocess.run(
@@ -111,16 +108,6 @@ class Cluster:
         return self.nodes[node].start([*command, *meeting, *here, *flags, *script], folder, output, **env)
 
 
-def ranks_in(namespace: str) -> list[int]:
-    """Return the processes of ranks in a network namespace."""
-    found, wanted = [], namespaces.number(namespace)
-    for entry in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            if namespaces.number(f"{entry}/ns/net") == wanted and b"\0RANK=" in (entry / "environ").read_bytes():
-                found.append(int(entry.name))
-    return found
-
-
 class Job:
     """One training run on all nodes of a cluster, whose launchers are started again when they die with their node."""
 
@@ -143,10 +130,11 @@ class Job:
         return 0
 
     def kill_a_rank(self, chance: random.Random) -> int:
-        """Kill a random rank, and return 1; 0 if none runs."""
-        ranks = [pid for node in self.cluster.nodes for pid in node.ranks()]
-        with suppress(ProcessLookupError, IndexError):
-            os.kill(chance.choice(ranks), signal.SIGKILL)
+        """Kill a random rank, by the process id that it has written down, and return 1; 0 if it does not run."""
+        file = chance.choice(sorted(self.folder.glob("pid-*")) or [self.folder / "none"])
+        with suppress(OSError, ValueError):
+            os.kill(int(file.read_text()), signal.SIGKILL)
+            file.unlink()
             return 1
         return 0
 
@@ -188,9 +176,11 @@ def disturbed(count: int, per_run: int, lose_nodes: bool, folder: Path, seed: in
     """Run jobs until ``count`` ranks, or nodes, were killed; return what went wrong."""
     chance, wrong, killed = random.Random(seed), list[str](), 0
     expected = ""
-    while killed < count or not expected:
+    for run in itertools.count():
+        if killed >= count and expected:
+            return wrong
         with Cluster() as cluster:
-            name = f"run-{killed}" if expected else "undisturbed"
+            name = f"run-{run}" if expected else "undisturbed"
             job = Job(cluster, folder / name, ["--max-restarts=1000", "--start-method=fork"], STEPS="60")
             try:
                 if expected:
@@ -212,7 +202,7 @@ def disturbed(count: int, per_run: int, lose_nodes: bool, folder: Path, seed: in
             finally:
                 job.close()
         print(f"{name}: {killed} killed, {len(wrong)} wrong", flush=True)
-    return wrong
+    raise AssertionError
 
 
 def _has_gone_on(job: Job, begun: int) -> bool:

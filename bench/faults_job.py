@@ -18,6 +18,7 @@ from yafsdp_cc.tools.demo.train import loss_of
 def main() -> None:
     """Train ``STEPS`` steps with a snapshot each ``EVERY``; write finished steps, and the digest, to a folder."""
     folder, steps = Path(sys.argv[1]), int(os.environ["STEPS"])
+    (folder / f"pid-{os.environ['RANK']}").write_text(str(os.getpid()))
     torch.manual_seed(0)
     model = GPT()
     yafsdp_cc.shard(model)
