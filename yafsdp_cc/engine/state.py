@@ -23,6 +23,7 @@ from __future__ import annotations
 import logging
 import sys
 import weakref
+from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -253,17 +254,7 @@ class FSDPState(_ModelStep):
         if iteration is None:
             return convert_tensors(output, self._output_dtype)
         self.end_iteration()
-        dtype, has_gate = self._output_dtype, iteration.has_gate
-        if dtype is None and not has_gate:
-            return output
-
-        def finish(tensor: Tensor) -> Tensor:
-            tensor = tensor if dtype is None else convert(tensor, dtype)
-            if has_gate and tensor.requires_grad:
-                tensor.register_hook(partial(self._reach_output, iteration))
-            return tensor
-
-        return map_tensors(output, finish)
+        return _hook_outputs(output, self._output_dtype, iteration.pre_backward if iteration.has_gate else None)
 
     def drop_interrupted(self) -> None:
         """Reset if an interrupt, of which no hook of a module learns, has ended the forward under way."""
@@ -328,8 +319,11 @@ class FSDPState(_ModelStep):
         iteration, self.iteration, self._caller = self.iteration, None, None
         if iteration is not None:
             iteration._anchor = None  # the iteration would keep its own graph alive through its anchor
-            if iteration.trains or iteration.trained:
-                self._await_backward(iteration)
+            if iteration.trains or iteration.trained:  # count a forward whose backward may come
+                iteration.awaited_version = version = self._version()
+                if version != self._awaited_version:
+                    self.awaited_backwards, self._awaited_version = 0, version
+                self.awaited_backwards += 1
         self.context.in_forward = False
         self.context.passes += 1
         self._orders[self.called] = self.order
@@ -385,19 +379,25 @@ class FSDPState(_ModelStep):
             args, kwargs, views = iteration.on_backward_stream(partial(self._gate, call, args, kwargs))
         group.register_unsharded(views)
         span = group.forward_span.start() if self.context.traces else None
-        return args, kwargs, GroupForward(iteration if is_outermost else None, unsharded, call, span, False, borrowed)
+        return args, kwargs, GroupForward(iteration if is_outermost else None, unsharded, call, span, borrowed)
 
     def post_forward(self, group: ParamGroup, entered: GroupForward, output: Any) -> Any:
         """End a forward of a group's module: the buffer may be refilled, and outputs tell when the backward begins."""
         if entered.span is not None:
             group.forward_span.end(entered.span)
         unsharded = entered.unsharded
-        if entered.is_recomputation:
+        dtype = group.spec.policy.output_dtype
+        if _graph_task() != -1:
             # The recomputed forward has saved views of the weights, which the backward reads.
             self.enter_backward().keep_recomputed(group, unsharded)
-            return convert_tensors(output, group.spec.policy.output_dtype)
+            return convert_tensors(output, dtype)
         group.register_sharded()
-        output = self._hook_outputs(group, entered, output)
+        hook = None
+        if (call := entered.call) is not None:
+            call.last = len(call.iteration.calls) - 1
+            # The hook keeps the iteration alive: the graph may outlive every other reference to the iteration.
+            hook = partial(call.pre_backward, call.iteration)
+        output = _hook_outputs(output, dtype, hook, unsharded.buffer.address)
         group.release(unsharded)
         if not group.spec.settings.keeps_after_forward:
             group.release_held()
@@ -434,25 +434,6 @@ class FSDPState(_ModelStep):
         ]
         return args, kwargs, views
 
-    def _hook_outputs(self, group: ParamGroup, entered: GroupForward, output: Any) -> Any:
-        call, address, dtype = entered.call, entered.unsharded.buffer.address, group.spec.policy.output_dtype
-        hook = None
-        if call is not None:
-            call.last = len(call.iteration.calls) - 1
-            # The hook keeps the iteration alive: the graph may outlive every other reference to the iteration.
-            hook = partial(call.pre_backward, call.iteration)
-
-        def finish(tensor: Tensor) -> Tensor:
-            is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
-            if is_plain and tensor.untyped_storage().data_ptr() == address:
-                tensor = tensor.clone()  # a view of the weights, whose buffer will be refilled
-            tensor = tensor if dtype is None else convert(tensor, dtype)
-            if hook is not None and tensor.requires_grad:
-                tensor.register_hook(hook)
-            return tensor
-
-        return map_tensors(output, finish)
-
     def _pre_recomputation(self, group: ParamGroup) -> GroupForward:
         """Before a forward that activation checkpointing runs again inside the backward.
 
@@ -465,17 +446,9 @@ class FSDPState(_ModelStep):
         unsharded = group.unshard()
         group.register_unsharded(group.leaves(unsharded))
         span = group.forward_span.start() if self.context.traces else None
-        return GroupForward(None, unsharded, None, span, True, None)
+        return GroupForward(None, unsharded, None, span, None)
 
     # A backward ----------------------------------------------------------------------------------------------------
-
-    def _await_backward(self, iteration: IterationState) -> None:
-        """Count a forward whose backward may come."""
-        version = self._version()
-        if version != self._awaited_version:
-            self.awaited_backwards, self._awaited_version = 0, version
-        self.awaited_backwards += 1
-        iteration.awaited_version = version
 
     def _stop_awaiting(self, iteration: IterationState) -> None:
         """Uncount a forward whose backward has come, unless that backward keeps the graph for another one."""
@@ -483,9 +456,6 @@ class FSDPState(_ModelStep):
             if iteration.awaited_version == self._awaited_version:
                 self.awaited_backwards -= 1
             iteration.awaited_version = None
-
-    def _reach_output(self, iteration: IterationState, _: Tensor) -> None:
-        self.reach(iteration)
 
     def reach(self, iteration: IterationState) -> Backward:
         """Handle that a backward has come to ``iteration``; return that backward."""
@@ -668,10 +638,31 @@ class GroupForward(NamedTuple):
     unsharded: UnshardedParams
     call: GroupCall | None
     span: Handle | None
-    is_recomputation: bool
-    """Whether activation checkpointing runs this forward inside a backward."""
     borrowed: GroupForward | None
     """Forward of the root's group, entered because a parameter of this group is tied to one of the root's."""
+
+
+def _hook_outputs(
+    output: Any, dtype: torch.dtype | None, hook: Callable[[Tensor], None] | None, address: int | None = None
+) -> Any:
+    """Return ``output`` of a module in ``dtype``, with ``hook`` on each tensor that requires a gradient.
+
+    Args:
+        address: of a weight buffer, which will be refilled: views of it are copied.
+    """
+    if dtype is None and hook is None and address is None:
+        return output
+
+    def finish(tensor: Tensor) -> Tensor:
+        is_plain = address is not None and type(tensor) is Tensor and tensor.layout is torch.strided
+        if is_plain and tensor.untyped_storage().data_ptr() == address:
+            tensor = tensor.clone()
+        tensor = tensor if dtype is None else convert(tensor, dtype)
+        if hook is not None and tensor.requires_grad:
+            tensor.register_hook(hook)
+        return tensor
+
+    return map_tensors(output, finish)
 
 
 class IterationState:
@@ -692,7 +683,7 @@ class IterationState:
         """Whether a backward may come."""
         self.awaited_version: int | None = None
         """Version of the weights at this forward, while it is counted in ``awaited_backwards``."""
-        self._pending: dict[ParamGroup, int] = {}
+        self._pending: Counter[ParamGroup] = Counter()
         """Number of calls of each group that the backward has not ended."""
         self._steps: list[tuple[GroupCall, bool]] = []
         """Plan of the backward: calls, each with whether it ends or begins at this point."""
@@ -730,6 +721,10 @@ class IterationState:
             param.register_unsharded(view)
         return list(gated[: len(tensors)])
 
+    def pre_backward(self, _: Tensor) -> None:
+        """Handle that a gradient has reached an output of the root."""
+        self.state.reach(self)
+
     def post_backward(self, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
         """The root gate has run: finish the backward. Gradients of replicated parameters stop here."""
         state = self.state
@@ -755,9 +750,9 @@ class IterationState:
             step, step_ends = self._steps[self._next]
             self._next += 1
             if not step_ends:
-                backward.begin(step)
+                step.begin(backward)
                 continue
-            backward.end(step)
+            step.end(backward)
             self._pending[step.group] -= 1
             is_over = self._pending[step.group] == 0
             if is_over:
@@ -781,21 +776,18 @@ class IterationState:
     def _plan_backward(self) -> None:
         """Plan the backward anew: calls in reverse, inner calls within outer ones."""
         self._steps, self._next = [], 0
-        self._pending = {}
-        open_calls: list[GroupCall] = []
         expected = [call for call in self.calls if call.is_expected]
+        self._pending = Counter(call.group for call in expected)
+        open_calls: list[GroupCall] = []
         for call in sorted(expected, key=lambda call: (-call.last, call.index)):
-            while open_calls and not open_calls[-1].encloses(call):
-                self._append(open_calls.pop(), True)
+            # A call that ended no earlier encloses this one, unless it also began later.
+            while open_calls and open_calls[-1].index > call.index:
+                self._steps.append((open_calls.pop(), True))
             open_calls.append(call)
-            self._pending[call.group] = self._pending.get(call.group, 0) + 1
-            self._append(call, False)
-        while open_calls:
-            self._append(open_calls.pop(), True)
-
-    def _append(self, call: GroupCall, ends: bool) -> None:
-        call.places[ends] = len(self._steps)
-        self._steps.append((call, ends))
+            self._steps.append((call, False))
+        self._steps += [(call, True) for call in reversed(open_calls)]
+        for place, (call, ends) in enumerate(self._steps):
+            call.places[ends] = place
 
 
 class GroupCall:
@@ -826,10 +818,6 @@ class GroupCall:
         assert iteration is not None
         return iteration
 
-    def encloses(self, other: GroupCall) -> bool:
-        """Return whether ``other`` was made within this call's forward."""
-        return self.index < other.index <= self.last
-
     def pre_backward(self, iteration: IterationState, _: Tensor | None = None) -> None:
         """Handle that a gradient has reached an output."""
         state, group = iteration.state, self.group
@@ -842,14 +830,11 @@ class GroupCall:
                     f"parameters of unit '{group.name}' were changed between this forward and its backward "
                     "(an optimizer step in between?); run the backward first, or the forward again"
                 )
-            if self.is_expected and backward.reduces:
+            if backward.plans(self):
                 iteration.advance(backward, self, ends=False)
             else:
-                backward.begin_reached(self)
-        self._join_stream(backward)
-
-    def _join_stream(self, backward: Backward) -> None:
-        """Let the stream of this output wait: a node on another stream may have begun the call."""
+                self.begin(backward)
+        # Let the stream of this output wait: a node on another stream may have begun the call.
         begun = backward.begun.get(self)
         if begun is not None and begun.uses_buffer:
             self.group.context.wait(self.unsharded.buffer.handle)
@@ -863,15 +848,16 @@ class GroupCall:
         backward = state.reach(iteration)
         backward.end_calls(iteration, self.index)
         state.check_flow(f"unit '{self.group.name}'", grads)
-        if not any(self in each.begun for each in state.backwards):  # by a way around the outputs
+        is_begun = any(self in each.begun for each in state.backwards)
+        if not is_begun and self.needs_weights:
             self._check_weights()
-        if self.is_expected and backward.reduces:
+        if backward.plans(self):
             iteration.advance(backward, self, ends=True)
         else:
             backward.end_calls(iteration, self.index - 1)  # ends this call, too
         return grads
 
-    def begin(self, backward: Backward) -> BegunCall:
+    def begin(self, backward: Backward) -> None:
         """Put the weights back in place, and make room for gradients."""
         group = self.group
         if not self._is_packed:  # outside of a checkpoint: the backward has left every checkpoint that it was in
@@ -891,11 +877,12 @@ class GroupCall:
             group.acquire_grad_buffer()
         if backward.reduces:
             self.iteration.prefetch_for_backward(group)
-        return BegunCall(uses_buffer, group.backward_span.start() if group.context.traces else None)
+        span = group.backward_span.start() if group.context.traces else None
+        backward.begun[self] = BegunCall(uses_buffer, span)
 
-    def end(self, backward: Backward, begun: BegunCall) -> None:
+    def end(self, backward: Backward) -> None:
         """Release the buffer: the backward has ended this call."""
-        group = self.group
+        group, begun = self.group, backward.begun.pop(self)
         if begun.span is not None:
             group.backward_span.end(begun.span)
         group.register_sharded()
@@ -904,7 +891,7 @@ class GroupCall:
 
     def _check_weights(self) -> None:
         buffer = self.unsharded.buffer
-        if self.needs_weights and (buffer.fills != self._fills or not self.group.is_in(buffer)):
+        if buffer.fills != self._fills or not self.group.is_in(buffer):
             raise RuntimeError(
                 f"a gradient reached the inside of unit '{self.group.name}' without passing its output, when its "
                 "weights were gone: its forward hands out tensors in an object that cannot be looked into, or keeps "
@@ -943,36 +930,22 @@ class Backward:
         """Calls of which this run has reached an output."""
         self.begun: dict[GroupCall, BegunCall] = {}
         """Calls that this run has begun and not ended."""
-        self._unplanned: list[GroupCall] = []
-        """Begun calls that no plan ends, outermost first."""
         self.recomputed: dict[ParamGroup, list[UnshardedParams]] = {}
         """Buffers that recomputed forwards use, by group."""
 
-    def begin(self, call: GroupCall) -> None:
-        """Begin a call."""
-        self.begun[call] = call.begin(self)
-
-    def end(self, call: GroupCall) -> None:
-        """End a call."""
-        call.end(self, self.begun.pop(call))
-
-    def begin_reached(self, call: GroupCall) -> None:
-        """Begin a call outside of any plan; one of its outputs may also be an output of a call within it."""
-        calls, place = self._unplanned, len(self._unplanned)
-        while place and calls[place - 1].iteration is call.iteration and calls[place - 1].index > call.index:
-            place -= 1
-        calls.insert(place, call)
-        self.begin(call)
+    def plans(self, call: GroupCall) -> bool:
+        """Return whether the plan of its iteration begins and ends ``call``; else its outputs and gates do."""
+        return self.reduces and call.is_expected
 
     def end_calls(self, iteration: IterationState, index: int) -> None:
-        """End all unplanned calls of ``iteration`` after ``index``, and all of later iterations.
+        """End the calls of ``iteration`` after ``index``, and all of later iterations, that no plan ends.
 
         autograd runs nodes from the latest to the earliest, so it has passed these calls. A call has not been ended by
         its own gate if no tensor behind that gate needed a gradient.
         """
-        calls = self._unplanned
-        while calls and (calls[-1].iteration is not iteration or calls[-1].index > index):
-            self.end(calls.pop())
+        for call in [*reversed(self.begun)]:
+            if not self.plans(call) and (call.iteration is not iteration or call.index > index):
+                call.end(self)
 
     def keep_recomputed(self, group: ParamGroup, unsharded: UnshardedParams) -> None:
         """Keep the buffer of a recomputed forward of ``group``: the backward reads weights that the forward saved."""
@@ -1006,9 +979,8 @@ class Backward:
 
     def end_all(self) -> None:
         """End all begun calls and all uses by recomputed forwards."""
-        while self.begun:
-            self.end(next(reversed(self.begun)))
-        self._unplanned.clear()
+        for call in [*reversed(self.begun)]:
+            call.end(self)
         self.release_recomputed()
 
 
