@@ -43,7 +43,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from yafsdp_cc.batches.rollback import BatchRollback
 from yafsdp_cc.compression.state import compressed_sums
 from yafsdp_cc.engine import streams
-from yafsdp_cc.engine.checks import all_gather_objects
+from yafsdp_cc.engine.agreement import all_gather_objects
 from yafsdp_cc.engine.mesh import group_once, new_group, shard_group, timeout_of
 from yafsdp_cc.engine.protocols import Observer
 from yafsdp_cc.engine.replicated import FINAL_REDUCE

@@ -27,7 +27,7 @@ from yafsdp_cc.compression.state import (
     resume_rounding,
     rounded_sums,
 )
-from yafsdp_cc.engine.checks import all_gather_objects, refused_together
+from yafsdp_cc.engine.agreement import all_gather_objects, refused_together
 from yafsdp_cc.fsdp2.module import ShardedModule, require_state
 
 if TYPE_CHECKING:

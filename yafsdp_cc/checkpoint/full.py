@@ -41,7 +41,7 @@ from yafsdp_cc.checkpoint.state import (
     unwrapped,
 )
 from yafsdp_cc.checkpoint.state import check_plain as plain_data
-from yafsdp_cc.engine.checks import refused_together
+from yafsdp_cc.engine.agreement import refused_together
 from yafsdp_cc.forms.extensions import holds_bytes
 from yafsdp_cc.forms.subclasses import check_plain
 from yafsdp_cc.fsdp2.module import (

@@ -35,7 +35,7 @@ from yafsdp_cc.checkpoint.state import (
     unpacked,
     unwrapped,
 )
-from yafsdp_cc.engine.checks import all_gather_objects, table_of_ranks
+from yafsdp_cc.engine.agreement import all_gather_objects, table_of_ranks
 from yafsdp_cc.forms.subclasses import PLAIN
 from yafsdp_cc.fsdp2.module import check_shows_shards
 

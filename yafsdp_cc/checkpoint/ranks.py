@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.constants import default_pg_timeout
 
-from yafsdp_cc.engine.checks import all_gather_objects, check_settings
+from yafsdp_cc.engine.agreement import all_gather_objects, check_settings
 from yafsdp_cc.engine.mesh import group_once, new_group, timeout_of
 from yafsdp_cc.fsdp2.module import ShardedModule, ranks_of_model, require_state
 from yafsdp_cc.replicas.sync import sync_of

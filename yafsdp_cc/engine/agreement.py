@@ -19,23 +19,25 @@ from collections import deque
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
+import torch
+import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from yafsdp_cc.engine.checks import table_of_ranks
 from yafsdp_cc.engine.mesh import backend_of, is_python_group, timeout_of
 from yafsdp_cc.engine.step_state import StepState, history
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    import torch
-    import torch.distributed as dist
+    from torch import Tensor
     from torch._C._distributed_c10d import Store
 
     from yafsdp_cc.engine.param import FlatParam
     from yafsdp_cc.engine.streams import CommHandle
+
+T = TypeVar("T")
 
 Operation: TypeAlias = "tuple[str, str, tuple[bool, ...], tuple[float, ...]]"
 """What must be alike on all ranks: kind, name of the group, which parameters require the gradients that the operation
@@ -94,7 +96,7 @@ class Agreement(StepState):
         """Ask all ranks unless they expect ``operation``, and expect it the next time."""
         usual = self.followers.get(self.path, self.followers.get(self.context))
         if not (self._goes_on(operation) if usual is None else usual == self.hash(operation)):
-            self._ask(operation, flats, describe)
+            self.ask(operation, flats, describe)
         if len(self.followers) > _KNOWN:
             self.followers.clear()
         self.followers[self.path] = self.followers[self.context] = self.hash(operation)
@@ -107,7 +109,7 @@ class Agreement(StepState):
                 return _next_number(before[1], operation) == step
         return False
 
-    def _ask(self, operation: Operation, flats: Sequence[FlatParam], describe: Describe) -> None:
+    def ask(self, operation: Operation, flats: Sequence[FlatParam], describe: Describe) -> None:
         """Ask all ranks for their next operation: one number counts the answers and adds up the hashes."""
         key = f"{self._key}/{next(self._questions)}"
         own = zlib.crc32(f"{self.hash(operation)} {self.path}".encode())
@@ -142,13 +144,8 @@ class Agreement(StepState):
         )
 
     def explain(self, error: RuntimeError, doing: str, following: str = "") -> RuntimeError:
-        """Return the failure of a collective with what each rank was doing.
-
-        Args:
-            error: the failure.
-            doing: what this rank is doing, as lines.
-            following: the operation that this rank was about to issue.
-        """
+        """Return the failure of a collective with what each rank was doing; this rank was ``doing`` these lines, and
+        about to issue ``following``."""
         last = ", ".join(" ".join(each[:2]) for each in self.last)
         mine = f"{self.count} operations, the last: {last}{following}"
         if doing:
@@ -159,28 +156,6 @@ class Agreement(StepState):
             "set_requires_gradient_sync alike (parameters inside a unit may go unused).\n"
             f"What ranks did last:\n{table}\n{error}"
         )
-
-
-class ReadAgreement(Agreement):
-    """Agreement of the ranks of one shard group on the numbers that they read, such as a norm.
-
-    Replicas may read without each other, so a read has no place among the operations of all ranks, and none is
-    expected: each read asks. NCCL's groups are not asked: hosts that run ahead of their devices would wait for each
-    other at each norm, and NCCL hangs until its time-out where gloo aborts.
-    """
-
-    def __init__(self, rank: int, ranks: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> None:
-        super().__init__(rank, ranks, group, device)
-        self.has_peers = self.has_peers and backend_of(group, device) == "gloo"
-
-    def agree(self, kind: str, what: str) -> None:
-        """Return once all ranks of the shard group are known to issue the same read next.
-
-        Raises:
-            RuntimeError: ranks read different numbers, or a rank reads none within the time-out.
-        """
-        if self.has_peers:
-            self._ask((kind, what, (), ()), (), lambda waited: "reading; other ranks may be in a forward or backward")
 
 
 def _next_number(before: Operation, after: Operation) -> tuple[int, int] | None:
@@ -214,40 +189,6 @@ def wait_for_key(store: Store, key: str, world: int) -> str:
     return store.get(key).decode()
 
 
-@contextmanager
-def refused_over_store(store: Store, key: str, rank: int, world: int) -> Iterator[None]:
-    """Refuse on every rank what one rank refuses within, as ``refused_together``, where collectives may not work.
-
-    Args:
-        store: of all ranks.
-        key: of what is done within, the same on the ``world`` ranks that take part and used by no others.
-        rank: this rank's number among those that use the store.
-        world: how many ranks take part.
-
-    Raises:
-        ValueError: on the other ranks, with the message of a rank that refuses.
-        RuntimeError: a rank neither refuses nor comes through before the store's timeout.
-    """
-    key = f"{key}/{store.add(f'{key}/times of {rank}', 1)}"  # ranks count alike: each time is a key of its own
-    refusal: Exception | None = None
-    try:
-        yield
-    except Exception as error:
-        refusal = error
-        store.set(key, f"rank {rank}: {error}")
-    else:
-        if store.add(f"{key}/passed", 1) == world:
-            store.set(key, "")
-        if text := wait_for_key(store, key, world):
-            refusal = ValueError(text)
-    if refusal is not None:
-        if store.add(f"{key}/read", 1) == world:
-            store.set(f"{key}/over", "")
-        with suppress(RuntimeError):  # the process that raises first may hold the store
-            store.wait([f"{key}/over"], timedelta(seconds=_TIMEOUT))
-        raise refusal
-
-
 _TIMEOUT, _GLANCE = 5.0, 0.05
 """Seconds that all ranks together have to answer, and that each has at least."""
 _NAMED = 8
@@ -279,3 +220,83 @@ def exchange_over_store(store: Store, key: str, rank: int, ranks: Sequence[int],
             "others needs yafsdp_cc.uneven(model); a forward, evaluation's too, must not stand under `if rank == 0`"
         )
     return reason, table_of_ranks(answers, ranks)
+
+
+# Checks across ranks -----------------------------------------------------------------------------------------------
+
+
+def all_gather_objects(item: T, across: Sequence[dist.ProcessGroup]) -> list[T]:
+    """Return every rank's item, in the order of a mesh whose last dimension comes first.
+
+    Raises:
+        RuntimeError: a rank does not take part.
+    """
+    items = [item]
+    for group in (each for each in across if each.size() > 1):
+        theirs: list[list[T]] = [items] * group.size()
+        try:
+            dist.all_gather_object(theirs, items, group=group)
+        except RuntimeError as error:
+            raise RuntimeError(
+                "what ranks check together has failed: one has ended, or is in another collective, such as a forward "
+                f"or full_tensor() under `if rank == 0`; see its own output\n{error}"
+            ) from error
+        items = [each for some in theirs for each in some]
+    return items
+
+
+@contextmanager
+def refused_together(*across: dist.ProcessGroup) -> Iterator[None]:
+    """Refuse on every rank what one rank refuses within, so that none waits for it in vain.
+
+    Raises:
+        ValueError: on the other ranks, with that rank's message.
+    """
+    refusal: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        refusal = error
+    refusals = all_gather_objects(None if refusal is None else str(refusal), across)
+    if refusal is not None:
+        raise refusal
+    for rank, text in enumerate(refusals):
+        if text is not None:
+            raise ValueError(f"rank {rank}: {text}")
+
+
+def check_settings(settings: Mapping[str, object], across: Sequence[dist.ProcessGroup], call: str = "shard()") -> None:
+    """Compare the arguments of a ``call`` across ranks.
+
+    Raises:
+        ValueError: on every rank, naming the first that differs.
+    """
+    mine = {name: repr(value) for name, value in settings.items()}
+    everybody = all_gather_objects(mine, across)
+    for name in mine:
+        found = [theirs[name] for theirs in everybody]
+        if len(set(found)) > 1:
+            raise ValueError(
+                f"{name} differs between ranks; every rank must call {call} alike:\n{table_of_ranks(found)}"
+            )
+
+
+def table_of_ranks(entries: Iterable[object], ranks: Iterable[int] | None = None) -> str:
+    """Return the entries of ``ranks``, or of rank 0 and the following, as lines of an error message."""
+    numbers = itertools.count() if ranks is None else ranks
+    return "\n".join(f"  rank {rank}: {entry}" for rank, entry in zip(numbers, entries, strict=False))
+
+
+_CHECKSUM_BLOCK = 1 << 20
+"""Bytes of a tensor summed at once: bounds the memory of a checksum."""
+
+
+def checksum(tensor: Tensor) -> int:
+    """Return a 64-bit sum of the tensor's bytes, each 32-bit word weighted by its place: swapped ones are seen too."""
+    data = tensor.contiguous().view(-1).view(torch.uint8)
+    total = 0
+    for block in data.split(_CHECKSUM_BLOCK):
+        words = torch.nn.functional.pad(block, (0, -block.numel() % 4)).view(torch.int32).to(torch.int64)
+        weights = 2 * torch.arange(words.numel(), device=words.device) + 1
+        total = (total * 1_000_003 + int((words * weights).sum())) & (2**64 - 1)
+    return total

@@ -33,13 +33,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.autograd import profiler
 
+from yafsdp_cc.engine.agreement import all_gather_objects
 from yafsdp_cc.engine.autograd import convert, convert_tensors, gate, gate_tensors, map_tensors, narrow
-from yafsdp_cc.engine.checks import all_gather_objects
 from yafsdp_cc.engine.mesh import all_groups
-from yafsdp_cc.engine.param_group import OF_ENGINE, prefetch
+from yafsdp_cc.engine.param_group import prefetch
 from yafsdp_cc.engine.replicated import FINAL_REDUCE, hand_out_grads, usage_flags
 from yafsdp_cc.engine.step_state import StepState, history, transient, unreduced
 from yafsdp_cc.profiling import NVTX_LISTENS, Span
@@ -59,13 +58,12 @@ STATE, GROUP = "_yafsdp_cc_state", "_yafsdp_cc_group"
 """Attributes of sharded modules: their ``FSDPState``, and the ``ParamGroup`` whose forward theirs is (not the
 root's)."""
 
-_OWN_FOLDERS = (str(Path(__file__).parent), str(Path(torch.__file__).parent / "_dynamo"))
+_PACKAGE = Path(__file__).parents[1]
+_OWN_FOLDERS = tuple(map(str, (_PACKAGE / "engine", _PACKAGE / "sharding", Path(torch.__file__).parent / "_dynamo")))
 _MODULE_CALL = nn.Module.__module__
 _REPLICATED_SPAN = Span("replicated")
 _graph_task = torch._C._current_graph_task_id
 """The backward under way in this thread, or -1."""
-_functorch_stack = torch._C._functorch.peek_interpreter_stack
-"""The transforms of ``torch.func`` under way, or None."""
 _keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 _saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
@@ -273,7 +271,6 @@ class FSDPState(_ModelStep):
         self.expire_weights()
         self.replicated.refresh()
         if not torch.is_grad_enabled():
-            self.replicated.trainable()
             self.replicated.register_unsharded()
         stepped, self.post_optim_event = self.post_optim_event, None
         if stepped is not None:
@@ -318,7 +315,7 @@ class FSDPState(_ModelStep):
         """End the forward of an iteration."""
         iteration, self.iteration, self._caller = self.iteration, None, None
         if iteration is not None:
-            iteration._anchor = None  # the iteration would keep its own graph alive through its anchor
+            iteration.anchor = None  # the iteration would keep its own graph alive through its anchor
             if iteration.trains or iteration.trained:  # count a forward whose backward may come
                 iteration.awaited_version = version = self._version()
                 if version != self._awaited_version:
@@ -329,7 +326,8 @@ class FSDPState(_ModelStep):
         self._orders[self.called] = self.order
         self.replicated.register_sharded()
         self.wait_for_transfers()
-        self.replicated.check_unwritten()
+        for flat in self.replicated.flats:
+            flat.check_unwritten()
         if iteration is not None and iteration.has_gate:
             for observer in self.context.observers:
                 observer.after_forward()
@@ -418,7 +416,9 @@ class FSDPState(_ModelStep):
     def _gate(self, call: GroupCall, args: Any, kwargs: Any) -> tuple[Any, Any, Sequence[Tensor]]:
         """Return the inputs behind the group's gate, and the weights behind ``Narrow``."""
         group, iteration = call.group, call.iteration
-        anchor = iteration.anchor()
+        if iteration.anchor is None:
+            iteration.gate([])
+        anchor: Any = iteration.anchor
 
         def through(tensors: list[Tensor]) -> list[Tensor]:
             nonlocal anchor
@@ -512,7 +512,6 @@ class FSDPState(_ModelStep):
             if not self.backwards:
                 self.context.traces = profiler._is_profiler_enabled or NVTX_LISTENS
                 if self.iteration is None:  # recomputed forwards see the replicated parameters as leaves
-                    self.replicated.trainable()
                     self.replicated.register_unsharded()
             if reduces or not self.backwards:
                 for observer in self.context.observers:
@@ -577,7 +576,7 @@ class FSDPState(_ModelStep):
 
     def _is_fed(self, param: FSDPParam) -> bool:
         """Return whether error feedback has brought something of a parameter that nobody may have used."""
-        if param.flat is None or not param.flat.feeds_back:
+        if param.flat is None or not any(each.feeds_back for each in param.flat.sum_collectives):
             return False
         self.wait_for_transfers()
         return bool(param.local_grad.any())
@@ -617,7 +616,8 @@ class FSDPState(_ModelStep):
         for group in self.groups:  # prefetched all-gathers read state of collectives that is dropped below
             group.unsharded.buffer.handle.wait()
         for flat in self.flats:
-            flat.reset_collectives()
+            for collective in (flat.all_gather, *flat.sum_collectives):
+                collective.reset()
         self.wait_for_transfers()
         context.gather_stream.wait_for_caller()  # an interrupted user of a buffer has recorded no event
         for group in self.groups:
@@ -688,7 +688,8 @@ class IterationState:
         self._steps: list[tuple[GroupCall, bool]] = []
         """Plan of the backward: calls, each with whether it ends or begins at this point."""
         self._next = 0
-        self._anchor: Tensor | None = None
+        self.anchor: Tensor | None = None
+        """Input of every group's gate, so that the backward runs the root gate after all of them."""
         self._stream = state.context.gather_stream.caller()
 
     def on_backward_stream(self, make_gate: Callable[[], Any]) -> Any:
@@ -702,21 +703,12 @@ class IterationState:
         with torch.cuda.stream(self._stream):
             return make_gate()
 
-    def anchor(self) -> Tensor:
-        """Return the input of every group's gate, so that the backward runs the root gate after all of them."""
-        if self._anchor is None:
-            self.gate([])
-        assert self._anchor is not None
-        return self._anchor
-
     def gate(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Make the root gate over ``tensors`` and the replicated parameters; return the gated tensors."""
         self.has_gate = True
         self.trains = bool(tensors)
-        replicated = self.state.replicated
-        self.trained, leaves = replicated.trainable()
-        replicated.register_unsharded()
-        self._anchor, *gated = gate(self, self.state.leaf, *tensors, *leaves)
+        self.trained, leaves = self.state.replicated.register_unsharded()
+        self.anchor, *gated = gate(self, self.state.leaf, *tensors, *leaves)
         for param, view in zip(self.trained, gated[len(tensors) :], strict=True):
             param.register_unsharded(view)
         return list(gated[: len(tensors)])
@@ -771,7 +763,8 @@ class IterationState:
         """Gather the groups that the backward begins next, or those that ``group``'s settings name instead."""
         steps = self._steps[self._next : self._next + 4]
         upcoming = [call.group for call, ends in steps if not ends and call.needs_weights]
-        prefetch(group.backward_prefetch or upcoming[:2])
+        if groups := group.backward_prefetch or upcoming[:2]:
+            prefetch(groups)
 
     def _plan_backward(self) -> None:
         """Plan the backward anew: calls in reverse, inner calls within outer ones."""
@@ -848,9 +841,13 @@ class GroupCall:
         backward = state.reach(iteration)
         backward.end_calls(iteration, self.index)
         state.check_flow(f"unit '{self.group.name}'", grads)
-        is_begun = any(self in each.begun for each in state.backwards)
-        if not is_begun and self.needs_weights:
-            self._check_weights()
+        buffer, is_begun = self.unsharded.buffer, any(self in each.begun for each in state.backwards)
+        if self.needs_weights and not is_begun and (buffer.fills != self._fills or not self.group.is_in(buffer)):
+            raise RuntimeError(
+                f"a gradient reached the inside of unit '{self.group.name}' without passing its output, when its "
+                "weights were gone: its forward hands out tensors in an object that cannot be looked into, or keeps "
+                "them aside. Return them in a tuple, list, dict or dataclass, or in a class registered with pytree"
+            )
         if backward.plans(self):
             iteration.advance(backward, self, ends=True)
         else:
@@ -888,15 +885,6 @@ class GroupCall:
         group.register_sharded()
         if begun.uses_buffer:
             group.release(self.unsharded)
-
-    def _check_weights(self) -> None:
-        buffer = self.unsharded.buffer
-        if buffer.fills != self._fills or not self.group.is_in(buffer):
-            raise RuntimeError(
-                f"a gradient reached the inside of unit '{self.group.name}' without passing its output, when its "
-                "weights were gone: its forward hands out tensors in an object that cannot be looked into, or keeps "
-                "them aside. Return them in a tuple, list, dict or dataclass, or in a class registered with pytree"
-            )
 
 
 class BegunCall(NamedTuple):
@@ -985,7 +973,7 @@ class Backward:
 
 
 class _Caller:
-    """The innermost frame around a forward that belongs neither to the engine nor to ``torch._dynamo``.
+    """The innermost frame around a forward that belongs neither to the engine and its hooks nor to ``torch._dynamo``.
 
     If the call of a module runs hooks, this is the frame of the call itself: torch's ``inner`` within it has ended
     when hooks run after a forward that raised.
@@ -1020,106 +1008,3 @@ def _check_recomputation(name: str) -> None:
             "torch.utils.checkpoint.checkpoint (gradient_checkpointing_kwargs={'use_reentrant': False} in Hugging Face "
             "models), and have a custom function run parts of a unit again, not the unit"
         )
-
-
-# Hooks of modules --------------------------------------------------------------------------------------------------
-
-
-def pre_forward_of(
-    module: nn.Module, called: nn.Module, assemble: Callable[[nn.Module], FSDPState], args: Any, kwargs: Any
-) -> tuple[Any, Any, Callable[[Any], Any]]:
-    """Prepare a forward of a sharded module; return its arguments, and the function to run on its output.
-
-    Args:
-        called: the module itself, or the part of it that was called alone.
-        assemble: makes the engine of a module that has none, or whose engine is outdated.
-    """
-    if _functorch_stack() is not None:
-        raise NotImplementedError(
-            f"a transform of torch.func (grad, jvp, vmap, ...) around a sharded {type(called).__name__}: neither "
-            "collectives nor buffers go through those. Use torch.autograd, or an unsharded model"
-        )
-    state: FSDPState | None = module.__dict__.get(STATE)
-    if state is None or state.outdated:
-        state = assemble(module)
-    group: ParamGroup | None = module.__dict__.get(GROUP)
-    try:
-        if group is None:
-            return state.pre_root_forward(called, args, kwargs)
-        args, kwargs, forward = state.pre_forward(group, args, kwargs)
-        return args, kwargs, partial(state.post_forward, group, forward)
-    except Exception:
-        state.interrupted = True
-        raise
-
-
-def install_hooks(
-    module: nn.Module, assemble: Callable[[nn.Module], FSDPState], part: nn.Module | None = None
-) -> list[Any]:
-    """Run ``pre_forward_of`` around every forward of ``module``, or around those of a ``part`` of it that are called
-    from outside of that; return the handles of the hooks."""
-    hooked = module if part is None else part
-
-    def pre_forward(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        finish = None
-        if part is None or not _shows_weights(module):
-            args, kwargs, finish = pre_forward_of(module, hooked, assemble, args, kwargs)
-        module.__dict__[STATE].entered.setdefault(hooked, []).append(finish)
-        return args, kwargs
-
-    def post_forward(_: nn.Module, __: Any, output: Any) -> Any:
-        state: FSDPState | None = module.__dict__.get(STATE)
-        if (error := sys.exc_info()[1]) is not None and state is not None:
-            _explain_gated_write(error)
-            state.drop_interrupted()  # an earlier forward may have been interrupted before this one was entered
-        if state is None or not state.entered.get(hooked):
-            return output  # a hook, perhaps ``pre_forward``, has raised before this forward was entered
-        finish = state.entered[hooked].pop()
-        return output if finish is None else finish(output)
-
-    # The first hook runs before all others, so that they see unsharded weights; the last also after an exception.
-    return [
-        hooked.register_forward_pre_hook(_uncompiled(pre_forward, part is not None), prepend=True, with_kwargs=True),
-        hooked.register_forward_hook(_uncompiled(post_forward, part is not None), always_call=True),
-    ]
-
-
-def _shows_weights(module: nn.Module) -> bool:
-    """Return whether weights are in place: within a forward of the sharded ``module``, or ``whole_parameters``."""
-    state: FSDPState | None = module.__dict__.get(STATE)
-    if state is None:
-        return False
-    state.drop_interrupted()
-    group: ParamGroup | None = module.__dict__.get(GROUP)
-    # weights that unshard() put in place do not count: a call needs its gates all the same
-    is_inside = state.iteration is not None if group is None else len(group.registered) > group.registers_held
-    return is_inside or not state.params[0].is_held
-
-
-def _explain_gated_write(error: BaseException) -> None:
-    """Explain ``error``, which ends a forward, if autograd has refused a write to a tensor that came through a gate."""
-    if isinstance(error, RuntimeError) and str(error).startswith("Output ") and "GateGradFlow" in str(error):
-        error.args = (
-            "the forward of a sharded module has written in place to one of its inputs, or to a small parameter (a "
-            "norm's, a bias): write x = x + y in place of x += y, and change parameters outside of the forward. "
-            f"Autograd says: {error}",
-        )
-
-
-def _uncompiled(hook: Callable[..., Any], traced: bool) -> Callable[..., Any]:
-    """Return ``hook`` kept out of compiled graphs: they continue without it if ``traced``, else they break there.
-
-    ``torch.compiler.disable`` runs only while something is compiled: its own cost is that of a hook.
-    """
-    disabled: Callable[..., Any] = torch.compiler.disable(hook)
-
-    def call(*args: Any) -> Any:
-        if traced and torch.compiler.is_compiling():
-            return None
-        if torch.compiler.is_compiling() or get_eval_frame_callback() is not None:
-            return disabled(*args)
-        return hook(*args)
-
-    setattr(call, OF_ENGINE, True)
-    # module.compile() compiles hooks by themselves; ``skip`` excludes ``call`` and not the functions that it calls
-    return call if traced else torch._dynamo.decorators.skip(call)

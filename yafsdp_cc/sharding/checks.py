@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from yafsdp_cc.engine.checks import all_gather_objects, checksum, table_of_ranks
+from yafsdp_cc.engine.agreement import all_gather_objects, checksum, table_of_ranks
 from yafsdp_cc.engine.layout import joint_mesh, local_tensor
 from yafsdp_cc.forms.extensions import NO_EXTENSION
 from yafsdp_cc.forms.subclasses import subclass_of, tensors_of

@@ -1142,7 +1142,7 @@ def follow_optimizers() -> None:
         for flat in written:
             # kernels that take pointers write without raising torch's version counter
             if flat.version == versions.get(flat):
-                flat.raise_version()
+                increment_version((flat.sharded,))
         for flat, version in versions.items():
             if flat.version != version:
                 flat.all_gather.stepped(version, flat.version)

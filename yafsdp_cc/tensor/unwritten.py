@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from yafsdp_cc.engine.checks import refused_together
+from yafsdp_cc.engine.agreement import refused_together
 from yafsdp_cc.engine.layout import local_tensor
 from yafsdp_cc.engine.mesh import all_groups
 from yafsdp_cc.forms.subclasses import tensors_of
