@@ -9,9 +9,9 @@ from torch import Tensor
 
 from tests.netlab.labs import lab_of
 from tests.ranks import on_ranks, ranks
-from yafsdp_cc.engine import mesh
 from yafsdp_cc.engine.collectives import ExactReduceScatter
 from yafsdp_cc.engine.communicator import CommContext, Communicator, ScratchBuffers
+from yafsdp_cc.ranks import mesh
 from yafsdp_cc.sharding.links import probe_links
 
 CPU = torch.device("cpu")

@@ -16,28 +16,26 @@ import re
 import time
 import zlib
 from collections import deque
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, TypeAlias
 
-import torch
-import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from yafsdp_cc.engine.mesh import backend_of, is_python_group, timeout_of
 from yafsdp_cc.engine.step_state import StepState, history
+from yafsdp_cc.ranks.checks import table_of_ranks
+from yafsdp_cc.ranks.mesh import backend_of, is_python_group, timeout_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
-    from torch import Tensor
+    import torch
+    import torch.distributed as dist
     from torch._C._distributed_c10d import Store
 
     from yafsdp_cc.engine.param import FlatParam
     from yafsdp_cc.engine.streams import CommHandle
-
-T = TypeVar("T")
 
 Operation: TypeAlias = "tuple[str, str, tuple[bool, ...], tuple[float, ...]]"
 """What must be alike on all ranks: kind, name of the group, which parameters require the gradients that the operation
@@ -220,83 +218,3 @@ def exchange_over_store(store: Store, key: str, rank: int, ranks: Sequence[int],
             "others needs yafsdp_cc.uneven(model); a forward, evaluation's too, must not stand under `if rank == 0`"
         )
     return reason, table_of_ranks(answers, ranks)
-
-
-# Checks across ranks -----------------------------------------------------------------------------------------------
-
-
-def all_gather_objects(item: T, across: Sequence[dist.ProcessGroup]) -> list[T]:
-    """Return every rank's item, in the order of a mesh whose last dimension comes first.
-
-    Raises:
-        RuntimeError: a rank does not take part.
-    """
-    items = [item]
-    for group in (each for each in across if each.size() > 1):
-        theirs: list[list[T]] = [items] * group.size()
-        try:
-            dist.all_gather_object(theirs, items, group=group)
-        except RuntimeError as error:
-            raise RuntimeError(
-                "what ranks check together has failed: one has ended, or is in another collective, such as a forward "
-                f"or full_tensor() under `if rank == 0`; see its own output\n{error}"
-            ) from error
-        items = [each for some in theirs for each in some]
-    return items
-
-
-@contextmanager
-def refused_together(*across: dist.ProcessGroup) -> Iterator[None]:
-    """Refuse on every rank what one rank refuses within, so that none waits for it in vain.
-
-    Raises:
-        ValueError: on the other ranks, with that rank's message.
-    """
-    refusal: Exception | None = None
-    try:
-        yield
-    except Exception as error:
-        refusal = error
-    refusals = all_gather_objects(None if refusal is None else str(refusal), across)
-    if refusal is not None:
-        raise refusal
-    for rank, text in enumerate(refusals):
-        if text is not None:
-            raise ValueError(f"rank {rank}: {text}")
-
-
-def check_settings(settings: Mapping[str, object], across: Sequence[dist.ProcessGroup], call: str = "shard()") -> None:
-    """Compare the arguments of a ``call`` across ranks.
-
-    Raises:
-        ValueError: on every rank, naming the first that differs.
-    """
-    mine = {name: repr(value) for name, value in settings.items()}
-    everybody = all_gather_objects(mine, across)
-    for name in mine:
-        found = [theirs[name] for theirs in everybody]
-        if len(set(found)) > 1:
-            raise ValueError(
-                f"{name} differs between ranks; every rank must call {call} alike:\n{table_of_ranks(found)}"
-            )
-
-
-def table_of_ranks(entries: Iterable[object], ranks: Iterable[int] | None = None) -> str:
-    """Return the entries of ``ranks``, or of rank 0 and the following, as lines of an error message."""
-    numbers = itertools.count() if ranks is None else ranks
-    return "\n".join(f"  rank {rank}: {entry}" for rank, entry in zip(numbers, entries, strict=False))
-
-
-_CHECKSUM_BLOCK = 1 << 20
-"""Bytes of a tensor summed at once: bounds the memory of a checksum."""
-
-
-def checksum(tensor: Tensor) -> int:
-    """Return a 64-bit sum of the tensor's bytes, each 32-bit word weighted by its place: swapped ones are seen too."""
-    data = tensor.contiguous().view(-1).view(torch.uint8)
-    total = 0
-    for block in data.split(_CHECKSUM_BLOCK):
-        words = torch.nn.functional.pad(block, (0, -block.numel() % 4)).view(torch.int32).to(torch.int64)
-        weights = 2 * torch.arange(words.numel(), device=words.device) + 1
-        total = (total * 1_000_003 + int((words * weights).sum())) & (2**64 - 1)
-    return total

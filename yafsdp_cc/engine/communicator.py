@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import (
     ReduceScatterOptions,
 )
 
-from yafsdp_cc.engine.mesh import PythonGroup, allocate, backend_of, is_python_group, slow_links
+from yafsdp_cc.ranks.mesh import PythonGroup, allocate, backend_of, is_python_group, slow_links
 
 Works: TypeAlias = "Sequence[dist.Work]"
 """Asynchronous operations to wait for; () where the current stream orders them."""

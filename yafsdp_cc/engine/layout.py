@@ -36,7 +36,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from yafsdp_cc.engine.mesh import broadcast_over, shard_group, shard_rank
+from yafsdp_cc.ranks.mesh import broadcast_over, shard_group, shard_rank
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -36,12 +36,12 @@ if TYPE_CHECKING:
 
     from yafsdp_cc.engine.communicator import CommContext
     from yafsdp_cc.engine.hierarchy import Replicas
-    from yafsdp_cc.engine.mesh import MeshInfo
     from yafsdp_cc.engine.param import FlatParam
     from yafsdp_cc.engine.protocols import Observer
     from yafsdp_cc.engine.replicated import CollectiveFingerprint
     from yafsdp_cc.engine.spec import Counters, ParamGroupSpec, Role
     from yafsdp_cc.engine.streams import CommStream
+    from yafsdp_cc.ranks.mesh import MeshInfo
 
 OF_ENGINE = "_is_of_yafsdp_cc"
 """Attribute that the engine's own hooks of modules have."""

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
     from torch.distributed.fsdp._fully_shard import _fsdp_api as fsdp2
 
-    from yafsdp_cc.engine.mesh import MeshInfo
     from yafsdp_cc.engine.param import FlatParam, FSDPParam
     from yafsdp_cc.engine.protocols import AllGather, AllReduce, Observer, ReduceScatter
     from yafsdp_cc.engine.replicated import ReplicatedFlatParam
     from yafsdp_cc.engine.streams import CommStream
+    from yafsdp_cc.ranks.mesh import MeshInfo
 
 
 Role = Literal["block", "nested", "edge", "root"]

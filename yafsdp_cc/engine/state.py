@@ -35,13 +35,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import profiler
 
-from yafsdp_cc.engine.agreement import all_gather_objects
 from yafsdp_cc.engine.autograd import convert, convert_tensors, gate, gate_tensors, map_tensors, narrow
-from yafsdp_cc.engine.mesh import all_groups
 from yafsdp_cc.engine.param_group import prefetch
 from yafsdp_cc.engine.replicated import FINAL_REDUCE, hand_out_grads, usage_flags
 from yafsdp_cc.engine.step_state import StepState, history, transient, unreduced
 from yafsdp_cc.profiling import NVTX_LISTENS, Span
+from yafsdp_cc.ranks.checks import all_gather_objects
+from yafsdp_cc.ranks.mesh import all_groups
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -18,12 +18,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.distributed_c10d import _get_default_store
 
-from yafsdp_cc.engine.agreement import refused_together
 from yafsdp_cc.engine.buffers import Buffer, BufferPool
 from yafsdp_cc.engine.collectives import ExactReduceScatter
 from yafsdp_cc.engine.communicator import CommContext, Communicator, ScratchBuffers
 from yafsdp_cc.engine.hierarchy import Replicas
-from yafsdp_cc.engine.mesh import all_groups, backend_of, group_once, new_group, timeout_of
 from yafsdp_cc.engine.param import UnshardedParams, unsharded_bytes, unsharded_grad_bytes
 from yafsdp_cc.engine.param_group import GroupContext, ParamGroup
 from yafsdp_cc.engine.replicated import CollectiveFingerprint, ReplicatedParams
@@ -32,6 +30,8 @@ from yafsdp_cc.engine.state import GROUP, STATE, FSDPState
 from yafsdp_cc.engine.streams import comm_stream
 from yafsdp_cc.forms.extensions import check_local_tensors
 from yafsdp_cc.forms.offload import make_transfers
+from yafsdp_cc.ranks.checks import refused_together
+from yafsdp_cc.ranks.mesh import all_groups, backend_of, group_once, new_group, timeout_of
 from yafsdp_cc.sharding.blocks import is_called
 from yafsdp_cc.sharding.contents import ModelContents
 from yafsdp_cc.sharding.custom_comm import CustomAllGather, CustomReduceScatter
@@ -53,10 +53,10 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
 
-    from yafsdp_cc.engine.mesh import MeshInfo
     from yafsdp_cc.engine.replicated import ReplicatedFlatParam
     from yafsdp_cc.engine.spec import Collectives, ParamGroupSpec, Role
     from yafsdp_cc.engine.streams import CommStream
+    from yafsdp_cc.ranks.mesh import MeshInfo
 
 
 ContextsByMesh: TypeAlias = "dict[DeviceMesh, tuple[CommContext, CommContext]]"

@@ -42,9 +42,9 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     from yafsdp_cc.engine.layout import Extent
-    from yafsdp_cc.engine.mesh import MeshInfo
     from yafsdp_cc.engine.spec import Collectives, Role
     from yafsdp_cc.forms.offload import HostMemory
+    from yafsdp_cc.ranks.mesh import MeshInfo
     from yafsdp_cc.sharding.ownership import MatrixOwners
     from yafsdp_cc.sharding.parameters import OwnedParameter
 

@@ -25,8 +25,8 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils._pytree import tree_map_only
 
 from yafsdp_cc.engine.agreement import Agreement
-from yafsdp_cc.engine.mesh import all_reduce_over, backend_of
 from yafsdp_cc.forms.subclasses import PLAIN
+from yafsdp_cc.ranks.mesh import all_reduce_over, backend_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

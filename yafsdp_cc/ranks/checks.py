@@ -1,0 +1,94 @@
+"""Checks across ranks: ``refused_together`` raises on every rank what one rank alone refuses."""
+
+from __future__ import annotations
+
+import itertools
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from torch import Tensor
+
+T = TypeVar("T")
+
+
+def all_gather_objects(item: T, across: Sequence[dist.ProcessGroup]) -> list[T]:
+    """Return every rank's item, in the order of a mesh whose last dimension comes first.
+
+    Raises:
+        RuntimeError: a rank does not take part.
+    """
+    items = [item]
+    for group in (each for each in across if each.size() > 1):
+        theirs: list[list[T]] = [items] * group.size()
+        try:
+            dist.all_gather_object(theirs, items, group=group)
+        except RuntimeError as error:
+            raise RuntimeError(
+                "what ranks check together has failed: one has ended, or is in another collective, such as a forward "
+                f"or full_tensor() under `if rank == 0`; see its own output\n{error}"
+            ) from error
+        items = [each for some in theirs for each in some]
+    return items
+
+
+@contextmanager
+def refused_together(*across: dist.ProcessGroup) -> Iterator[None]:
+    """Refuse on every rank what one rank refuses within, so that none waits for it in vain.
+
+    Raises:
+        ValueError: on the other ranks, with that rank's message.
+    """
+    refusal: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        refusal = error
+    refusals = all_gather_objects(None if refusal is None else str(refusal), across)
+    if refusal is not None:
+        raise refusal
+    for rank, text in enumerate(refusals):
+        if text is not None:
+            raise ValueError(f"rank {rank}: {text}")
+
+
+def check_settings(settings: Mapping[str, object], across: Sequence[dist.ProcessGroup], call: str = "shard()") -> None:
+    """Compare the arguments of a ``call`` across ranks.
+
+    Raises:
+        ValueError: on every rank, naming the first that differs.
+    """
+    mine = {name: repr(value) for name, value in settings.items()}
+    everybody = all_gather_objects(mine, across)
+    for name in mine:
+        found = [theirs[name] for theirs in everybody]
+        if len(set(found)) > 1:
+            raise ValueError(
+                f"{name} differs between ranks; every rank must call {call} alike:\n{table_of_ranks(found)}"
+            )
+
+
+def table_of_ranks(entries: Iterable[object], ranks: Iterable[int] | None = None) -> str:
+    """Return the entries of ``ranks``, or of rank 0 and the following, as lines of an error message."""
+    numbers = itertools.count() if ranks is None else ranks
+    return "\n".join(f"  rank {rank}: {entry}" for rank, entry in zip(numbers, entries, strict=False))
+
+
+_CHECKSUM_BLOCK = 1 << 20
+"""Bytes of a tensor summed at once: bounds the memory of a checksum."""
+
+
+def checksum(tensor: Tensor) -> int:
+    """Return a 64-bit sum of the tensor's bytes, each 32-bit word weighted by its place: swapped ones are seen too."""
+    data = tensor.contiguous().view(-1).view(torch.uint8)
+    total = 0
+    for block in data.split(_CHECKSUM_BLOCK):
+        words = torch.nn.functional.pad(block, (0, -block.numel() % 4)).view(torch.int32).to(torch.int64)
+        weights = 2 * torch.arange(words.numel(), device=words.device) + 1
+        total = (total * 1_000_003 + int((words * weights).sum())) & (2**64 - 1)
+    return total
