@@ -36,10 +36,10 @@ from yafsdp_cc.compression.reduce_scatter import CompressedReduceScatter
 from yafsdp_cc.compression.schedule import CompressionSchedule
 from yafsdp_cc.engine.collectives import ExactAllGather, ExactReduceScatter
 from yafsdp_cc.engine.communicator import Communicator
-from yafsdp_cc.engine.divisor import Divisor
 from yafsdp_cc.engine.layout import Extent, Layout
-from yafsdp_cc.engine.mesh import probe_links
+from yafsdp_cc.engine.param import Divisor
 from yafsdp_cc.engine.protocols import AllGather, ReduceScatter
+from yafsdp_cc.sharding.links import probe_links
 from yafsdp_cc.tools.netlab import Lab, namespaces
 from yafsdp_cc.tools.netlab.links import bits_per_second
 from yafsdp_cc.tools.table import table

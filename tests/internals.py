@@ -28,7 +28,7 @@ from yafsdp_cc.compression.codec import Codec, Noise, codec_of
 from yafsdp_cc.compression.error_feedback import decode, ops_for
 from yafsdp_cc.compression.schedule import LocalClip
 from yafsdp_cc.compression.state import compressed_sum_of, kept_weights, mean_residuals
-from yafsdp_cc.engine import agreement, communicator, mesh
+from yafsdp_cc.engine import agreement, communicator
 from yafsdp_cc.engine.buffers import Buffer
 from yafsdp_cc.engine.communicator import Communicator
 from yafsdp_cc.engine.hierarchy import Replicas
@@ -40,8 +40,9 @@ from yafsdp_cc.forms import offload
 from yafsdp_cc.forms.offload import HostTransfer, HostTransfers
 from yafsdp_cc.fsdp2 import module
 from yafsdp_cc.fsdp2.module import ShardedModule, require_state
+from yafsdp_cc.ranks import mesh
 from yafsdp_cc.sharding import assembly
-from yafsdp_cc.tensor import dtensor, reductions
+from yafsdp_cc.tensor import dtensor, gradients, reductions
 from yafsdp_cc.tensor.dtensor import FlatDTensor
 from yafsdp_cc.tensor.module_parameters import named_sharded_parameters
 from yafsdp_cc.tensor.reductions import LazyReduction
@@ -321,6 +322,7 @@ def modelled_device(device: torch.device, on_mesh: Callable[..., Tensor]) -> lis
         (torch.futures, "Future", _Future),
         (mesh, "to_mesh_device", on_mesh),
         (dtensor, "to_mesh_device", on_mesh),
+        (gradients, "to_mesh_device", on_mesh),
     ]
 
 
@@ -544,7 +546,7 @@ def watch_collectives(bring: Callable[..., Tensor], watched: Callable[[Any, int]
         bring: takes a tensor and a mesh.
         watched: takes a collective and the place of its input among the arguments, and returns what to call instead.
     """
-    mesh.to_mesh_device = dtensor.to_mesh_device = bring
+    mesh.to_mesh_device = dtensor.to_mesh_device = gradients.to_mesh_device = bring
     dist.all_reduce, dist.broadcast = watched(dist.all_reduce, 0), watched(dist.broadcast, 0)
     dtensor.all_gather_single = module.all_gather_single = watched(dtensor.all_gather_single, 1)
 

@@ -17,26 +17,28 @@ ROOT = Path(__file__).resolve().parents[1]
 MAY_IMPORT = {
     "profiling": "",
     "config": "",
+    # Ranks, their groups, and what they check together.
+    "ranks": "",
     # The engine runs a step, on plain tensors in flat buffers.
-    "engine": "profiling",
+    "engine": "profiling ranks",
     # Forms are kinds of weights, tensor is the class that users hold, sharding makes an engine of a module.
     "forms": "engine",
-    "tensor": "engine forms",
-    "sharding": "engine forms tensor",
-    "fsdp2": "engine forms tensor sharding",
+    "tensor": "ranks engine forms",
+    "sharding": "ranks engine forms tensor",
+    "fsdp2": "ranks engine forms tensor sharding",
     "plan": "engine forms sharding",
-    "compression": "profiling config engine forms tensor fsdp2 plan",
-    "optim": "engine tensor compression",
+    "compression": "profiling config ranks engine forms tensor fsdp2 plan",
+    "optim": "ranks engine tensor compression",
     # Each of these folders trains in another way than as one sharded model.
-    "replicas": "engine tensor fsdp2 compression optim",
-    "server": "engine compression",
-    "batches": "engine tensor fsdp2 compression replicas",
-    "checkpoint": "engine forms tensor fsdp2 compression replicas",
-    "rescue": "engine fsdp2 replicas checkpoint",
+    "replicas": "ranks engine tensor fsdp2 compression optim",
+    "server": "ranks compression",
+    "batches": "ranks engine tensor fsdp2 compression replicas",
+    "checkpoint": "ranks engine forms tensor fsdp2 compression replicas",
+    "rescue": "ranks engine fsdp2 replicas checkpoint",
     # Users call these modules, and commands of tools.
-    "api": "profiling config engine forms tensor sharding fsdp2 plan compression replicas",
+    "api": "profiling config ranks engine forms tensor sharding fsdp2 plan compression replicas",
     "pipelining": "profiling engine fsdp2 compression",
-    "tools": "profiling config engine sharding fsdp2 plan compression optim checkpoint rescue api",
+    "tools": "profiling config ranks engine sharding fsdp2 plan compression optim checkpoint rescue api",
     "integrations": "fsdp2 api pipelining tools",
     "__main__": "tools",
 }

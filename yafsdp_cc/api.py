@@ -32,8 +32,6 @@ from yafsdp_cc.compression.config import EXACT as NO_CODEC
 from yafsdp_cc.compression.fallback import CodecFallback
 from yafsdp_cc.compression.schedule import CompressionSchedule
 from yafsdp_cc.config import run_settings
-from yafsdp_cc.engine.checks import check_settings, refused_together
-from yafsdp_cc.engine.mesh import MeshInfo, all_groups, broadcast_values
 from yafsdp_cc.engine.spec import EXACT, Counters, spec_of, specs_below
 from yafsdp_cc.forms.offload import HostMemory
 from yafsdp_cc.forms.spmd import data_parallel_mesh, without_data_parallel
@@ -61,6 +59,8 @@ from yafsdp_cc.plan import (
 from yafsdp_cc.plan.memory import plan_for
 from yafsdp_cc.plan.report import PlannedArgument
 from yafsdp_cc.profiling import mark_optimizer_steps
+from yafsdp_cc.ranks.checks import check_settings, refused_together
+from yafsdp_cc.ranks.mesh import MeshInfo, all_groups, broadcast_values
 from yafsdp_cc.replicas.overlap import Overlap
 from yafsdp_cc.replicas.sync import ReplicaSync, join_replicas, sync_of
 from yafsdp_cc.sharding.assembly import assemble, state_of
@@ -566,7 +566,8 @@ def counters_of(model: nn.Module) -> Counters:
     state = built_state(model, "counters_of")
     plan = plan_for(state)
     counters = state.context.counters
-    counters.owned_bytes = plan.owned_bytes + sum(group.unplanned_bytes for group in state.groups)
+    unplanned = (group.own_grad_buffer for group in state.groups)  # for kept gradients and those unfrozen since
+    counters.owned_bytes = plan.owned_bytes + sum(each.data.nbytes for each in unplanned if each is not None)
     counters.host_bytes = plan.host_bytes
     return counters
 

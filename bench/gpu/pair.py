@@ -44,8 +44,8 @@ from bench.common import about, names, save
 from bench.models import GPT, Spec
 from bench.trainers import shard_by_fsdp2
 from tests.ranks import ranks_of_one_gpu
-from yafsdp_cc.engine.mesh import backend_of
 from yafsdp_cc.optim import OneBitAdam
+from yafsdp_cc.ranks.mesh import backend_of
 from yafsdp_cc.tools.table import table
 
 POLICIES = {

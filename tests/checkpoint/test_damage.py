@@ -25,7 +25,7 @@ import yafsdp_cc
 from tests.checkpoint.jobs import in_a_process
 from tests.ranks import on_ranks, ranks
 from tests.soak import also
-from yafsdp_cc.engine.checks import all_gather_objects
+from yafsdp_cc.ranks.checks import all_gather_objects
 
 SAMPLE = {1: 60, 2: 15}
 """Bits of each file that ``make test`` flips, by the number of ranks."""

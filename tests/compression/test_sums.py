@@ -19,8 +19,8 @@ from yafsdp_cc.compression.error_feedback import EF21, PlainBuffer, Recursion, R
 from yafsdp_cc.compression.reduce_scatter import CompressedReduceScatter
 from yafsdp_cc.compression.schedule import CompressionSchedule, Phase
 from yafsdp_cc.engine.communicator import CommContext, Communicator, ScratchBuffers
-from yafsdp_cc.engine.divisor import Divisor
 from yafsdp_cc.engine.layout import Layout
+from yafsdp_cc.engine.param import Divisor
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-from yafsdp_cc.engine.layout import chunk_metadata
+from yafsdp_cc.tensor.chunks import chunk_metadata
 
 
 def chunk(offsets, sizes):

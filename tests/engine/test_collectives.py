@@ -30,11 +30,11 @@ def test_arrivals_are_added_in_rank_order(world, numel, dtype):
         expected = expected + chunk.to(expected.dtype)
     with idle_ranks(world, "cpu") as (mesh, _):
         comm = Communicator(mesh.get_group(), CPU)
-        reduce = ExactReduceScatter(world * numel, dtype)
-        reduce.bind(CommContext(comm, ScratchBuffers(CPU), lambda kind, name: None))
+        reduce, scratch = ExactReduceScatter(world * numel, dtype), ScratchBuffers(CPU)
+        reduce.bind(CommContext(comm, scratch, lambda kind, name: None))
         grads = torch.cat([chunks[comm.rank]] * world)
         reduce.start(grads, async_op=False)
-        reduce._received().copy_(torch.cat(chunks))
+        scratch.take("received chunks", world * numel, dtype).copy_(torch.cat(chunks))
         parts = [(start, part.clone()) for start, part in reduce.finish(grads)]
     total = torch.cat([part for _, part in parts])
     assert [start for start, _ in parts][1:] == torch.cumsum(torch.tensor([len(p) for _, p in parts]), 0).tolist()[:-1]

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from tests.netlab.labs import lab_of
 from tests.ranks import on_ranks, ranks
-from yafsdp_cc.engine import mesh
 from yafsdp_cc.engine.collectives import ExactReduceScatter
 from yafsdp_cc.engine.communicator import CommContext, Communicator, ScratchBuffers
+from yafsdp_cc.ranks import mesh
+from yafsdp_cc.sharding.links import probe_links
 
 CPU = torch.device("cpu")
 CHUNK = 1 << 17
@@ -19,7 +20,7 @@ CHUNK = 1 << 17
 
 
 def set_slow(group: dist.ProcessGroup, is_slow: bool) -> None:
-    mesh._slow_links[group] = is_slow
+    mesh.slow_links[group] = is_slow
 
 
 def exchanged(dtype: torch.dtype) -> list[Tensor]:
@@ -51,9 +52,9 @@ def test_sums_and_gathers_are_those_over_fast_links(world):
 def tried_out() -> bool:
     group, other = dist.group.WORLD, dist.new_group([0, 1])
     assert group is not None
-    mesh.probe_links(group, other)
-    assert mesh.has_slow_link(other) == mesh.has_slow_link(group)
-    return mesh.has_slow_link(group)
+    probe_links(group, other)
+    assert mesh.slow_links[other] == mesh.slow_links[group]
+    return mesh.slow_links[group]
 
 
 def test_a_slow_link_is_found_slow():
@@ -64,8 +65,8 @@ def test_a_slow_link_is_found_slow():
 def alone() -> bool:
     group = dist.group.WORLD
     assert group is not None
-    mesh.probe_links(group, group)
-    return mesh.has_slow_link(group)
+    probe_links(group, group)
+    return mesh.slow_links[group]
 
 
 def test_one_rank_has_no_slow_link():

@@ -332,7 +332,7 @@ ROWS = [
     Row("a forward waits for its weights", partial(internals.break_waits_in, "unshard"), plain),
     Row(
         "a backward waits for its weights",
-        partial(internals.break_waits_in, "unshard_for_backward", "_join_stream"),
+        partial(internals.break_waits_in, "unshard_for_backward", "pre_backward"),
         apart,
     ),
     Row(
@@ -381,7 +381,7 @@ ROWS = [
     Row("a reduce comes after the gradients", partial(internals.break_stream_order_in, "issue_reduce"), plain),
     Row(
         "a gradient buffer is refilled after its reduce",
-        partial(internals.break_waits_in, "take_grads", "_join_stream"),
+        partial(internals.break_waits_in, "take_grads", "pre_backward"),
         apart,  # on one stream the next all-gather, which is waited for, comes after the reduce
     ),
     Row("... and freed after it", internals.break_grad_buffer_reference, nests, 1, FREED),
@@ -422,7 +422,7 @@ ROWS = [
     Row("autograd adds to .grad after reduces", internals.break_wait_of_autograd, partial(trained, penalised)),
     Row("what nobody has written is zero", internals.break_zeroing, branches, 2, NUMBERS),
     Row("the engine's nodes run on one stream", internals.break_backward_stream, first_on_both),
-    Row("an output on another stream waits for the weights", partial(internals.break_waits_in, "_join_stream"), aside),
+    Row("an output on another stream waits for the weights", partial(internals.break_waits_in, "pre_backward"), aside),
     Row(
         "gradients are joined with the stream around backward()",
         internals.break_leaf_stream,

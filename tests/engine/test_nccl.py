@@ -26,14 +26,13 @@ from tests.nccl import CPU, ORDERS, Hang, Nccl, Rank, ring, tree
 from tests.ranks import ranks
 from tests.soak import also
 from yafsdp_cc.engine import agreement
-from yafsdp_cc.engine.agreement import refused_over_store
 from yafsdp_cc.engine.collectives import ExactReduceScatter
 from yafsdp_cc.engine.communicator import CommContext, Communicator, ScratchBuffers
-from yafsdp_cc.engine.divisor import Divisor
-from yafsdp_cc.engine.param import ShardedGrad
+from yafsdp_cc.engine.param import Divisor, ShardedGrad
 from yafsdp_cc.engine.replicated import ReplicatedParams, usage_flags
 from yafsdp_cc.engine.streams import comm_stream
 from yafsdp_cc.sharding.assembly import _check_trial_exchange
+from yafsdp_cc.sharding.links import refused_over_store
 
 WORLDS = [2, 3, 4, 6, 7, 8, 16, 17, 24, 31, 47, 64, 128, 256, 512]
 MANY = [2, 3, 7, 8, 24, 47, also(128), also(512)]

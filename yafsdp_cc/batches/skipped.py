@@ -43,11 +43,11 @@ from torch.distributed.distributed_c10d import _get_default_store
 from yafsdp_cc.batches.rollback import BatchRollback
 from yafsdp_cc.compression.state import compressed_sums
 from yafsdp_cc.engine import streams
-from yafsdp_cc.engine.checks import all_gather_objects
-from yafsdp_cc.engine.mesh import group_once, new_group, shard_group, timeout_of
 from yafsdp_cc.engine.protocols import Observer
 from yafsdp_cc.engine.replicated import FINAL_REDUCE
 from yafsdp_cc.fsdp2.module import require_state
+from yafsdp_cc.ranks.checks import all_gather_objects
+from yafsdp_cc.ranks.mesh import group_once, new_group, shard_group, timeout_of
 from yafsdp_cc.replicas.sync import refuse_sync
 from yafsdp_cc.tensor import reductions
 

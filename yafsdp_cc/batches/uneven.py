@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from yafsdp_cc.batches.skipped import check_outside_of_block
 from yafsdp_cc.engine.autograd import map_tensors
-from yafsdp_cc.engine.mesh import all_groups, all_reduce_over
 from yafsdp_cc.fsdp2.module import require_state
+from yafsdp_cc.ranks.mesh import all_groups, all_reduce_over
 from yafsdp_cc.replicas.sync import refuse_sync
 
 if TYPE_CHECKING:

@@ -27,8 +27,8 @@ from yafsdp_cc.compression.state import (
     resume_rounding,
     rounded_sums,
 )
-from yafsdp_cc.engine.checks import all_gather_objects, refused_together
 from yafsdp_cc.fsdp2.module import ShardedModule, require_state
+from yafsdp_cc.ranks.checks import all_gather_objects, refused_together
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata

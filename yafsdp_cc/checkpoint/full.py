@@ -41,7 +41,6 @@ from yafsdp_cc.checkpoint.state import (
     unwrapped,
 )
 from yafsdp_cc.checkpoint.state import check_plain as plain_data
-from yafsdp_cc.engine.checks import refused_together
 from yafsdp_cc.forms.extensions import holds_bytes
 from yafsdp_cc.forms.subclasses import check_plain
 from yafsdp_cc.fsdp2.module import (
@@ -52,6 +51,7 @@ from yafsdp_cc.fsdp2.module import (
     require_state,
     whole_params_by_group,
 )
+from yafsdp_cc.ranks.checks import refused_together
 from yafsdp_cc.replicas.sync import synchronize_replicas
 from yafsdp_cc.tensor.dtensor import FlatDTensor
 

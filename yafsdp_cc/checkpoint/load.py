@@ -36,9 +36,9 @@ from yafsdp_cc.checkpoint.state import (
     unpacked,
     unwrapped,
 )
-from yafsdp_cc.engine.checks import all_gather_objects, table_of_ranks
 from yafsdp_cc.forms.subclasses import PLAIN
 from yafsdp_cc.fsdp2.module import check_shows_shards
+from yafsdp_cc.ranks.checks import all_gather_objects, table_of_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -15,16 +15,16 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.constants import default_pg_timeout
 
-from yafsdp_cc.engine.checks import all_gather_objects, check_settings
-from yafsdp_cc.engine.mesh import group_once, new_group, timeout_of
 from yafsdp_cc.fsdp2.module import ShardedModule, ranks_of_model, require_state
+from yafsdp_cc.ranks.checks import all_gather_objects, check_settings
+from yafsdp_cc.ranks.mesh import group_once, new_group, timeout_of
 from yafsdp_cc.replicas.sync import sync_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 Group: TypeAlias = "tuple[dist.ProcessGroup, ...]"
-"""A gloo group, as ``engine.mesh`` takes it; () for a single process."""
+"""A gloo group, as ``ranks.mesh`` takes it; () for a single process."""
 
 
 class Ranks(NamedTuple):

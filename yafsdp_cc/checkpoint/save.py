@@ -23,7 +23,7 @@ from yafsdp_cc.checkpoint.files import Replacement
 from yafsdp_cc.checkpoint.ranks import by_torch, check_arguments, check_is_one_model, meet, place_in, together
 from yafsdp_cc.checkpoint.state import as_sequence, check_plain, state_of, unwrapped
 from yafsdp_cc.checkpoint.writer import CheckpointWriter
-from yafsdp_cc.engine.checks import all_gather_objects
+from yafsdp_cc.ranks.checks import all_gather_objects
 from yafsdp_cc.replicas.sync import synchronize_replicas
 
 if TYPE_CHECKING:

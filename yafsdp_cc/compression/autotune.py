@@ -26,9 +26,9 @@ from yafsdp_cc.compression.queue_model import CodecCost, GroupCosts
 from yafsdp_cc.compression.reduce_scatter import CompressedReduceScatter
 from yafsdp_cc.compression.schedule import CompressionObserver
 from yafsdp_cc.compression.state import set_codecs
-from yafsdp_cc.engine.mesh import all_groups, all_reduce_over
 from yafsdp_cc.plan.memory import regathered
 from yafsdp_cc.profiling import span
+from yafsdp_cc.ranks.mesh import all_groups, all_reduce_over
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -12,10 +12,10 @@ from yafsdp_cc.compression.fallback import CodecFallback
 from yafsdp_cc.compression.powersgd import matrices_of, numel_of
 from yafsdp_cc.compression.reduce_scatter import CompressedReduceScatter
 from yafsdp_cc.compression.schedule import CompressionSchedule
-from yafsdp_cc.engine.mesh import replicate_group
 from yafsdp_cc.engine.param import FlatParam
 from yafsdp_cc.engine.spec import Collectives, PlannedChoice
 from yafsdp_cc.forms.extensions import holds_bytes
+from yafsdp_cc.ranks.mesh import replicate_group
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence

@@ -46,9 +46,8 @@ if TYPE_CHECKING:
 
     from yafsdp_cc.compression.codec import Codec, Noise
     from yafsdp_cc.engine.communicator import CommContext, Works
-    from yafsdp_cc.engine.divisor import Divisor
     from yafsdp_cc.engine.layout import Layout
-    from yafsdp_cc.engine.param import FlatParam, FSDPParam
+    from yafsdp_cc.engine.param import Divisor, FlatParam, FSDPParam
 
 PART = 327_680
 """Elements: ``start`` of ``decode_sum`` is a multiple of this, whole tiles and whole fives of blocks of every codec."""

@@ -28,8 +28,8 @@ from yafsdp_cc.compression.error_feedback import SUMS
 from yafsdp_cc.compression.reduce_scatter import CompressedSum
 from yafsdp_cc.compression.schedule import CompressionObserver
 from yafsdp_cc.compression.state import compressed_sums, delta_all_gathers, set_codecs
-from yafsdp_cc.engine.mesh import all_groups, all_reduce_over
 from yafsdp_cc.engine.streams import PinnedReadback
+from yafsdp_cc.ranks.mesh import all_groups, all_reduce_over
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -31,10 +31,10 @@ from yafsdp_cc.compression.schedule import CompressionSchedule
 from yafsdp_cc.config import run_settings
 from yafsdp_cc.engine.collectives import sum_scale
 from yafsdp_cc.engine.communicator import CommContext, Communicator, ScratchBuffers
-from yafsdp_cc.engine.divisor import Divisor
 from yafsdp_cc.engine.layout import Extent, Layout, align
-from yafsdp_cc.engine.mesh import all_gather_single
+from yafsdp_cc.engine.param import Divisor
 from yafsdp_cc.fsdp2.module import ShardedModule
+from yafsdp_cc.ranks.mesh import all_gather_single
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

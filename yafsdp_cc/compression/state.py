@@ -19,7 +19,7 @@ import torch.distributed as dist
 from yafsdp_cc.compression.all_gather import DeltaAllGather
 from yafsdp_cc.compression.error_feedback import other_chunks
 from yafsdp_cc.compression.reduce_scatter import CompressedReduceScatter, CompressedSum
-from yafsdp_cc.engine.mesh import all_groups
+from yafsdp_cc.ranks.mesh import all_groups
 from yafsdp_cc.tensor.dtensor import flat_dtensor
 
 if TYPE_CHECKING:

@@ -16,19 +16,19 @@ import re
 import time
 import zlib
 from collections import deque
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 from torch.distributed.distributed_c10d import _get_default_store
 
-from yafsdp_cc.engine.checks import table_of_ranks
-from yafsdp_cc.engine.mesh import backend_of, is_python_group, timeout_of
 from yafsdp_cc.engine.step_state import StepState, history
+from yafsdp_cc.ranks.checks import table_of_ranks
+from yafsdp_cc.ranks.mesh import backend_of, is_python_group, timeout_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     import torch
     import torch.distributed as dist
@@ -94,7 +94,7 @@ class Agreement(StepState):
         """Ask all ranks unless they expect ``operation``, and expect it the next time."""
         usual = self.followers.get(self.path, self.followers.get(self.context))
         if not (self._goes_on(operation) if usual is None else usual == self.hash(operation)):
-            self._ask(operation, flats, describe)
+            self.ask(operation, flats, describe)
         if len(self.followers) > _KNOWN:
             self.followers.clear()
         self.followers[self.path] = self.followers[self.context] = self.hash(operation)
@@ -107,7 +107,7 @@ class Agreement(StepState):
                 return _next_number(before[1], operation) == step
         return False
 
-    def _ask(self, operation: Operation, flats: Sequence[FlatParam], describe: Describe) -> None:
+    def ask(self, operation: Operation, flats: Sequence[FlatParam], describe: Describe) -> None:
         """Ask all ranks for their next operation: one number counts the answers and adds up the hashes."""
         key = f"{self._key}/{next(self._questions)}"
         own = zlib.crc32(f"{self.hash(operation)} {self.path}".encode())
@@ -142,13 +142,8 @@ class Agreement(StepState):
         )
 
     def explain(self, error: RuntimeError, doing: str, following: str = "") -> RuntimeError:
-        """Return the failure of a collective with what each rank was doing.
-
-        Args:
-            error: the failure.
-            doing: what this rank is doing, as lines.
-            following: the operation that this rank was about to issue.
-        """
+        """Return the failure of a collective with what each rank was doing; this rank was ``doing`` these lines, and
+        about to issue ``following``."""
         last = ", ".join(" ".join(each[:2]) for each in self.last)
         mine = f"{self.count} operations, the last: {last}{following}"
         if doing:
@@ -159,28 +154,6 @@ class Agreement(StepState):
             "set_requires_gradient_sync alike (parameters inside a unit may go unused).\n"
             f"What ranks did last:\n{table}\n{error}"
         )
-
-
-class ReadAgreement(Agreement):
-    """Agreement of the ranks of one shard group on the numbers that they read, such as a norm.
-
-    Replicas may read without each other, so a read has no place among the operations of all ranks, and none is
-    expected: each read asks. NCCL's groups are not asked: hosts that run ahead of their devices would wait for each
-    other at each norm, and NCCL hangs until its time-out where gloo aborts.
-    """
-
-    def __init__(self, rank: int, ranks: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> None:
-        super().__init__(rank, ranks, group, device)
-        self.has_peers = self.has_peers and backend_of(group, device) == "gloo"
-
-    def agree(self, kind: str, what: str) -> None:
-        """Return once all ranks of the shard group are known to issue the same read next.
-
-        Raises:
-            RuntimeError: ranks read different numbers, or a rank reads none within the time-out.
-        """
-        if self.has_peers:
-            self._ask((kind, what, (), ()), (), lambda waited: "reading; other ranks may be in a forward or backward")
 
 
 def _next_number(before: Operation, after: Operation) -> tuple[int, int] | None:
@@ -212,40 +185,6 @@ def wait_for_key(store: Store, key: str, world: int) -> str:
             raise RuntimeError(f"no answer within {timeout:g} seconds")
         time.sleep(min(max(waited / 10, 1e-5 * world, 1e-4), 1))
     return store.get(key).decode()
-
-
-@contextmanager
-def refused_over_store(store: Store, key: str, rank: int, world: int) -> Iterator[None]:
-    """Refuse on every rank what one rank refuses within, as ``refused_together``, where collectives may not work.
-
-    Args:
-        store: of all ranks.
-        key: of what is done within, the same on the ``world`` ranks that take part and used by no others.
-        rank: this rank's number among those that use the store.
-        world: how many ranks take part.
-
-    Raises:
-        ValueError: on the other ranks, with the message of a rank that refuses.
-        RuntimeError: a rank neither refuses nor comes through before the store's timeout.
-    """
-    key = f"{key}/{store.add(f'{key}/times of {rank}', 1)}"  # ranks count alike: each time is a key of its own
-    refusal: Exception | None = None
-    try:
-        yield
-    except Exception as error:
-        refusal = error
-        store.set(key, f"rank {rank}: {error}")
-    else:
-        if store.add(f"{key}/passed", 1) == world:
-            store.set(key, "")
-        if text := wait_for_key(store, key, world):
-            refusal = ValueError(text)
-    if refusal is not None:
-        if store.add(f"{key}/read", 1) == world:
-            store.set(f"{key}/over", "")
-        with suppress(RuntimeError):  # the process that raises first may hold the store
-            store.wait([f"{key}/over"], timedelta(seconds=_TIMEOUT))
-        raise refusal
 
 
 _TIMEOUT, _GLANCE = 5.0, 0.05

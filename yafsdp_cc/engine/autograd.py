@@ -27,19 +27,14 @@ from torch.utils import _pytree as pytree
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from yafsdp_cc.engine.param import FSDPParam
+
 
 class Gated(Protocol):
     """The object that a gate reports its backward to."""
 
     def post_backward(self, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
         """Handle the end of the backward of everything behind the gate; return the ``grads`` to pass on."""
-
-
-class AccumulatesGrad(Protocol):
-    """The object that ``Narrow`` hands a parameter's gradient to."""
-
-    def accumulate_grad(self, grad: Tensor) -> None:
-        """Write one contribution to the gradient."""
 
 
 class GateGradFlow(torch.autograd.Function):
@@ -60,7 +55,7 @@ class Narrow(torch.autograd.Function):
     """Identity on a parameter's view of the weight buffer; its backward writes the gradient and passes nothing on."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, param: AccumulatesGrad, view: Tensor) -> Tensor:
+    def forward(ctx: Any, anchor: Tensor, param: FSDPParam, view: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.param = param
         return view.detach()
@@ -76,7 +71,7 @@ class Narrow(torch.autograd.Function):
 # step makes as many calls as the model has parameters: call the base class's ``apply``.
 gate: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, GateGradFlow).apply
 """``gate(gated, anchor, *tensors)``: the anchor and the tensors behind a gate."""
-narrow: Callable[[Tensor, AccumulatesGrad, Tensor], Tensor] = super(torch.autograd.Function, Narrow).apply
+narrow: Callable[[Tensor, FSDPParam, Tensor], Tensor] = super(torch.autograd.Function, Narrow).apply
 """``narrow(anchor, param, view)``: the view, whose gradient goes to ``param``."""
 
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from yafsdp_cc.engine.layout import align
-from yafsdp_cc.engine.mesh import allocate
+from yafsdp_cc.ranks.mesh import allocate
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence

@@ -115,7 +115,8 @@ class ExactReduceScatter(ReduceScatter):
         if comm.reduces_in_place:
             scaled = grads if self._scale == 1 else grads.mul_(1 / self._scale)
             return comm.reduce_scatter(scaled, async_op, self._chunks)
-        return comm.all_to_all(self._received(), grads, async_op, self._chunks)
+        received = self.context.scratch.take("received chunks", self._received_numel, self._dtype)
+        return comm.all_to_all(received, grads, async_op, self._chunks)
 
     def finish(self, grads: Tensor) -> Iterator[tuple[int, Tensor]]:
         first, others = self._summands(grads)
@@ -128,16 +129,14 @@ class ExactReduceScatter(ReduceScatter):
         """Return the sum [chunk] in one part; for fp32 and fp64 only."""
         return self._sum(*self._summands(grads))
 
-    def _received(self) -> Tensor:
-        return self.context.scratch.take("received chunks", self._received_numel, self._dtype)
-
     def _summands(self, grads: Tensor) -> tuple[Tensor, Tensor]:
         """Return the first rank's chunk [n], and those of the other ranks [ranks - 1, n] in rank order."""
         comm = self.context.comm
         own = comm.own_chunk(grads, self._chunks)
         if comm.reduces_in_place or not own.numel():
             return own, own.view(1, -1).narrow(0, 0, 0)
-        received = self._received().view(-1, own.numel())
+        received = self.context.scratch.take("received chunks", self._received_numel, self._dtype)
+        received = received.view(-1, own.numel())
         # of two summands the order makes no difference
         return (own, received) if comm.world == 2 else (received[0], received[1:])
 

@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import (
     ReduceScatterOptions,
 )
 
-from yafsdp_cc.engine.mesh import PythonGroup, allocate, backend_of, has_slow_link, is_python_group
+from yafsdp_cc.ranks.mesh import PythonGroup, allocate, backend_of, is_python_group, slow_links
 
 Works: TypeAlias = "Sequence[dist.Work]"
 """Asynchronous operations to wait for; () where the current stream orders them."""
@@ -45,7 +45,7 @@ class Communicator:
     temporary buffer and copies, which is cheaper only than very many broadcasts. Two ranks swap chunks in one
     all-to-all, where broadcasts would be two operations. Then gathers and sums must not share a gloo group: a rank that
     has lost step would meet an operation of another size, at which gloo ends the process. Over slow links
-    (``mesh.probe_links``) chunks are point-to-point messages.
+    (``mesh.slow_links``) chunks are point-to-point messages.
 
     Chunks are equal unless ``chunks`` has the elements of each rank's, perhaps 0: then an all-gather is broadcasts on
     every backend, and an NCCL reduce-scatter is a reduce to each rank.
@@ -60,7 +60,7 @@ class Communicator:
         self.is_gloo = backend == "gloo"
         self.reduces_in_place = self.world == 1 or backend == "nccl"
         """Whether ``reduce_scatter`` works on this backend; else a sum is an ``all_to_all`` and a local sum."""
-        self._is_slow = has_slow_link(group)
+        self._is_slow = slow_links.get(group, False)
         self._gather_options = AllgatherOptions()
         self._exchange_options = AllToAllOptions()
         self._scatter_options = ReduceScatterOptions()

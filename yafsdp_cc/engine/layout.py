@@ -32,12 +32,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 from torch._prims_common import make_contiguous_strides_for
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from yafsdp_cc.engine.mesh import broadcast_over, shard_group, shard_rank
+from yafsdp_cc.ranks.mesh import broadcast_over, shard_group, shard_rank
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -128,12 +127,8 @@ class Layout:
         return tuple(accumulate(self.chunks, initial=0))
 
     def runs(self, without: int = -1) -> Sequence[range]:
-        """Return runs of adjacent ranks whose chunks are equally long and not empty, so that one kernel can serve a
-        run.
-
-        Args:
-            without: a rank that is left out, and so ends a run; -1 for none.
-        """
+        """Return runs of adjacent ranks whose chunks are equally long and not empty, so that one kernel can serve each;
+        a rank that is left out (``without``) ends a run."""
         if without not in self.known_runs:
             ranks = [rank for rank, chunk in enumerate(self.chunks) if chunk and rank != without]
             alike = groupby(enumerate(ranks), lambda each: (self.chunks[each[1]], each[1] - each[0]))
@@ -266,39 +261,6 @@ def local_tensor(tensor: Tensor) -> Tensor:
 # What a rank holds of a parameter ------------------------------------------------------------------------------------
 
 
-def chunk_metadata(shape: Sequence[int], start: int, stop: int) -> list[ChunkStorageMetadata]:
-    """Return the row-major range ``start:stop`` of a tensor as chunks, the form in which checkpoints address parts.
-
-    Elements 5 to 14 of a ``[4, 4]`` tensor are three chunks::
-
-        . . . .
-        . a a a      a  offsets (1, 1), sizes (1, 3)
-        b b b b      b  offsets (2, 0), sizes (1, 4)
-        c c . .      c  offsets (3, 0), sizes (1, 2)
-
-    Returns:
-        At most ``2 * len(shape) - 1`` chunks, whose elements are consecutive and in order; none for an empty range.
-
-    Raises:
-        ValueError: the range does not lie within the tensor.
-    """
-    if not 0 <= start <= stop <= math.prod(shape):
-        raise ValueError(f"elements {start}:{stop} do not lie within a tensor of shape {list(shape)}")
-    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    chunks = []
-    while start < stop:
-        offsets = [start // stride % size for size, stride in zip(shape, strides, strict=True)]
-        sizes = list(shape)
-        for dim, stride in enumerate(strides):
-            if start % stride == 0 and start + stride <= stop:  # whole rows of this dimension: take as many as fit
-                sizes[dim] = min((stop - start) // stride, shape[dim] - offsets[dim])
-                break
-            sizes[dim] = 1
-        chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
-        start += math.prod(sizes)
-    return chunks
-
-
 @dataclass(eq=False)
 class ShardSpec:
     """How one parameter is sharded across the ranks of a mesh (shard), or (replicate, shard).
@@ -310,7 +272,6 @@ class ShardSpec:
         bounds: ``world + 1`` offsets: rank r of that dimension holds the row-major elements
             ``bounds[r]:bounds[r + 1]``. None: every rank holds the whole tensor.
         tensor_parallel: how tensor parallelism has divided the parameter before; None if it has not.
-        owner: weak reference to the ``FSDPParam``; None for a tensor of no engine.
         owners: ranks that update a matrix or stack of matrices, one for each of its equal parts (whole matrices), in
             ascending order. Empty: an optimizer of matrices (Muon) does not update this parameter by its matrix rule.
 
@@ -396,18 +357,6 @@ class ShardSpec:
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
         """Process groups of ranks that hold different elements: a reduction over each in turn reaches all of them."""
         return (shard_group(self.mesh), *(() if self.tensor_parallel is None else self.tensor_parallel.groups))
-
-    @cached_property
-    def chunks(self) -> list[ChunkStorageMetadata]:
-        """This rank's elements as chunks of the whole tensor; a tensor without elements is one empty chunk."""
-        if self.bounds is None or math.prod(self.global_shape) == 0:
-            chunks = [ChunkStorageMetadata(torch.Size((0,) * len(self.shape)), self.shape)]
-        else:
-            chunks = chunk_metadata(self.shape, *self.local_range())
-        if self.tensor_parallel is None:
-            return chunks
-        first = self.tensor_parallel.offsets
-        return [ChunkStorageMetadata(torch.Size(map(operator.add, first, c.offsets)), c.sizes) for c in chunks]
 
     def local_of(self, unsharded: Tensor) -> Tensor:
         """Return this rank's elements, in the local shape, of a tensor of ``shape``."""

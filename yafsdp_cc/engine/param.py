@@ -10,6 +10,7 @@ range of the chunk is the local tensor of the DTensor that users see. ``Unsharde
 
 from __future__ import annotations
 
+import math
 import sys
 import weakref
 from dataclasses import dataclass, field
@@ -28,9 +29,8 @@ if TYPE_CHECKING:
 
     from yafsdp_cc.engine.buffers import Buffer
     from yafsdp_cc.engine.communicator import CommContext
-    from yafsdp_cc.engine.divisor import Divisor
     from yafsdp_cc.engine.layout import Extent, Layout, ShardSpec
-    from yafsdp_cc.engine.protocols import AllGather, AllReduce, ReduceScatter
+    from yafsdp_cc.engine.protocols import AllGather, AllReduce, Collective, ReduceScatter
 
 _graph_task = torch._C._current_graph_task_id
 _GRAD_REFERENCES, _LOCAL_REFERENCES = 2, 3
@@ -174,6 +174,21 @@ class Group(Protocol):
     def role(self) -> str: ...
 
     def gathered(self, flat: FlatParam) -> tuple[int | None, Tensor]: ...
+
+
+class Divisor:
+    """The number that a sum over ranks is divided by, once, at the end, to give the mean (post-divide)."""
+
+    def __init__(self, factor: float, device: torch.device) -> None:
+        self.factor = factor
+        self.casts = device.type == "cuda"
+        """Whether ``div`` casts within its kernel, as on CUDA; on other devices a cast would allocate."""
+        of = {dtype: torch.full((1,), factor, dtype=dtype, device=device) for dtype in (torch.float32, torch.float64)}
+        self.of = of | {torch.bfloat16: of[torch.float32]}
+        """[1] tensor of ``factor`` by the sum's dtype. A Python number would become a new tensor in every division, and
+        a 0-d tensor would not cast bf16 sums to fp32."""
+        self.inverse = 1 / factor if math.frexp(factor)[0] == 0.5 else None
+        """1 / factor where multiplying by it gives the same bits as dividing (powers of two); else None."""
 
 
 class ShardedGrad:
@@ -333,10 +348,6 @@ class FlatParam:
         """Number that rises whenever torch sees a write to the shard."""
         return self.sharded._version
 
-    def raise_version(self) -> None:
-        """Count a write to the shard that torch has not seen."""
-        torch._C._increment_version((self.sharded,))
-
     @property
     def sum_dtype(self) -> torch.dtype:
         """Dtype of summed gradients."""
@@ -389,16 +400,9 @@ class FlatParam:
         target.copy_(self.sharded.narrow(0, start, target.numel()))
 
     @property
-    def feeds_back(self) -> bool:
-        """Whether error feedback may bring gradients of parameters that no rank has used."""
-        return self.reduce_scatter.feeds_back or (self.all_reduce is not None and self.all_reduce.feeds_back)
-
-    def reset_collectives(self) -> None:
-        """Drop started and deferred sums of the collectives. No collective may be in flight."""
-        self.all_gather.reset()
-        self.reduce_scatter.reset()
-        if self.all_reduce is not None:
-            self.all_reduce.reset()
+    def sum_collectives(self) -> Sequence[Collective]:
+        """Its reduce-scatter, and its all-reduce over replicas if it has one."""
+        return (self.reduce_scatter,) if self.all_reduce is None else (self.reduce_scatter, self.all_reduce)
 
     def make_sharded_grad(self) -> ShardedGrad:
         """Return the buffer of gradients; it is made when the first parameter becomes trainable."""

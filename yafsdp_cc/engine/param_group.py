@@ -36,12 +36,12 @@ if TYPE_CHECKING:
 
     from yafsdp_cc.engine.communicator import CommContext
     from yafsdp_cc.engine.hierarchy import Replicas
-    from yafsdp_cc.engine.mesh import MeshInfo
     from yafsdp_cc.engine.param import FlatParam
     from yafsdp_cc.engine.protocols import Observer
     from yafsdp_cc.engine.replicated import CollectiveFingerprint
     from yafsdp_cc.engine.spec import Counters, ParamGroupSpec, Role
     from yafsdp_cc.engine.streams import CommStream
+    from yafsdp_cc.ranks.mesh import MeshInfo
 
 OF_ENGINE = "_is_of_yafsdp_cc"
 """Attribute that the engine's own hooks of modules have."""
@@ -94,7 +94,7 @@ class GroupContext(_ContextStep):
     """Whether a profiler records ranges; read once per forward and backward."""
     has_warned: bool = False
     describe: Callable[[CommHandle | None], str] = field(init=False)
-    """Says what this rank is doing, and which operation it waits for: ``status.describe``."""
+    """Says what this rank is doing, and which operation it waits for: ``sharding.status.describe``."""
     _bound: set[FlatParam] = field(default_factory=set)
 
     @property
@@ -117,12 +117,8 @@ class GroupContext(_ContextStep):
             observer.after_wait()
 
     def explained(self, communicate: Callable[[], _Result], waited: CommHandle | None = None) -> _Result:
-        """Return what ``communicate`` returns; if it fails, raise an error that tells what all ranks were doing.
-
-        Args:
-            communicate: issues an operation or waits for one.
-            waited: the operation that it waits for; None where it issues one.
-        """
+        """Return what ``communicate`` returns, which issues an operation or waits for ``waited``; if it fails, raise an
+        error that tells what all ranks were doing."""
         try:
             return communicate()
         except torch.OutOfMemoryError:
@@ -189,13 +185,7 @@ class GroupContext(_ContextStep):
 
 
 class ParamGroup(StepState):
-    """One group in one assembly of the engine.
-
-    Args:
-        context: state shared with the other groups of the root.
-        spec: its parameters and settings.
-        role: decides which buffers the group takes.
-    """
+    """One group in one assembly of the engine; its ``role`` decides which buffers it takes."""
 
     held: UnshardedParams | None = transient(None)
     """Weights gathered outside of a forward, by ``unshard()`` of the module."""
@@ -233,10 +223,10 @@ class ParamGroup(StepState):
         self.forward_prefetch: tuple[ParamGroup, ...] = ()
         """Groups that ``GroupSettings.forward_prefetch`` names."""
         self.backward_prefetch: tuple[ParamGroup, ...] = ()
-        self._assigned_grads: UnshardedGrads | None = None
-        self._kept_grads: UnshardedGrads | None = None
-        """Gradients that accumulate over backwards that do not reduce."""
-        self._unpooled: Buffer | None = None
+        self.own_grad_buffer: Buffer | None = None
+        """Buffer for gradients that are kept from one backward to the next, or are too large for the pool's."""
+        self._known_grads: dict[tuple[tuple[FlatParam, ...], bool], UnshardedGrads] = {}
+        """Gradients in the pool's buffer or the group's own, by what they are of and whether the group keeps them."""
         for param in self.params:
             param.acquire_grad_buffer = self.acquire_grad_buffer
 
@@ -283,11 +273,8 @@ class ParamGroup(StepState):
             self._all_gather(self.unsharded)
 
     def unshard(self, prefetch: Callable[[ParamGroup], None] | None = None) -> UnshardedParams:
-        """Return the weights, gathered and ready, in a buffer that nobody refills until ``release``.
-
-        Args:
-            prefetch: gathers those of the groups that come next; called with this group.
-        """
+        """Return the weights, gathered and ready, in a buffer that nobody refills until ``release``; ``prefetch`` is to
+        gather those of the groups that come next."""
         if self.held is not None and not self.is_in(self.held.buffer):
             self.release_held()  # the weights have changed since ``unshard()``
         unsharded = self.use(self.held or self.unsharded)
@@ -424,9 +411,8 @@ class ParamGroup(StepState):
 
     def overflow(self) -> UnshardedParams:
         self.context.counters.overflow_buffers += 1
-        with torch.inference_mode(
-            False
-        ):  # a later backward may read the buffer, and autograd refuses inference tensors
+        # a later backward may read the buffer, and autograd refuses inference tensors
+        with torch.inference_mode(False):
             buffer = Buffer(unsharded_bytes(self.flats), self.context.device, self.context.gather_stream)
             # streams that read this memory before have finished with it at this point
             buffer.last_use = self.context.gather_stream.record()
@@ -473,9 +459,12 @@ class ParamGroup(StepState):
             if not flats:
                 return
             self.take_grads(flats)
-        else:
-            self._check_not_unfrozen(self.grads)
-        assert self.grads is not None
+            assert self.grads is not None
+        elif late := next((flat for flat in self.flats if flat.trainable and flat not in self.grads.flats), None):
+            raise RuntimeError(
+                f"'{late.name}' was unfrozen while gradients of micro-batches are kept for a later reduce: run a "
+                "backward with set_requires_gradient_sync(True) first"
+            )
         for param, view in zip(self.grads.params, self.grads.views, strict=True):
             param.unsharded_grad = view
 
@@ -485,12 +474,37 @@ class ParamGroup(StepState):
 
     def take_grads(self, flats: tuple[FlatParam, ...]) -> None:
         """Take a buffer for the gradients of ``flats``, none of which is written yet."""
+        context = self.context
         for flat in flats:
-            self.context.bind_reduce(flat)
-        self.grads = grads = self._free_grads(flats)
+            context.bind_reduce(flat)
+        keeps = not (self.spec.settings.reduces or self.is_alone_in_grad_buffer)
+        if keeps and all(flat.reduce_scatter.defers for flat in flats):
+            keeps = False  # ``post_backward`` gives them to the reduce-scatters
+        if (flats, keeps) not in self._known_grads:
+            buffer = self.grad_buffer(unsharded_grad_bytes(flats), keeps=keeps)
+            self._known_grads[flats, keeps] = UnshardedGrads(buffer, flats)
+            if keeps:
+                context.warn_of_kept_grads()
+        self.grads = grads = self._known_grads[flats, keeps]
+        if grads.buffer.owner is not None:
+            # The pool's buffer has the gradients of an enclosing group, or of a group whose gates have not all run.
+            context.counters.overflow_buffers += 1
+            buffer = Buffer(unsharded_grad_bytes(flats), context.device, context.reduce_stream)
+            self.grads = grads = UnshardedGrads(buffer, flats)
         grads.buffer.owner = self
-        self.context.wait(grads.buffer.handle)  # the previous owner's reduce has finished reading the buffer
+        context.wait(grads.buffer.handle)  # the previous owner's reduce has finished reading the buffer
         grads.buffer.used_for = self.name
+
+    def grad_buffer(self, nbytes: int, *, keeps: bool = False) -> Buffer:
+        """Return the pool's gradient buffer; the group's own if it ``keeps`` gradients, or for more than fit (unfrozen
+        ones)."""
+        pool = self.context.grad_pools.get(self.role)
+        if pool is not None and nbytes <= pool.buffer_bytes and not keeps:
+            return pool.assigned(self.index)
+        if self.own_grad_buffer is None or self.own_grad_buffer.data.nbytes < nbytes:
+            self._known_grads.clear()  # with views of the smaller buffer
+            self.own_grad_buffer = Buffer(nbytes, self.context.device, self.context.reduce_stream)
+        return self.own_grad_buffer
 
     def save_members(self) -> Callable[[], None]:
         """Return a function that also gives the buffer of the gradients back to this group."""
@@ -503,54 +517,11 @@ class ParamGroup(StepState):
 
         return restore
 
-    def _check_not_unfrozen(self, grads: UnshardedGrads) -> None:
-        """Raise a ``RuntimeError`` if a parameter was unfrozen that the buffer of earlier micro-batches lacks."""
-        for flat in self.flats:
-            if flat.trainable and flat not in grads.flats:
-                raise RuntimeError(
-                    f"'{flat.name}' was unfrozen while gradients of micro-batches are kept for a later reduce: run a "
-                    "backward with set_requires_gradient_sync(True) first"
-                )
-
     def stop_accepting_grads(self) -> None:
         """Accept no more gradients before the buffer is acquired again; written ones remain."""
         self.accepts_in = None
         for param in self.params:
             param.unsharded_grad = param.accepts_in = None
-
-    def _free_grads(self, flats: tuple[FlatParam, ...]) -> UnshardedGrads:
-        keeps = not (self.spec.settings.reduces or self.is_alone_in_grad_buffer)
-        if keeps and not all(flat.reduce_scatter.defers for flat in flats):
-            if self._kept_grads is None or self._kept_grads.flats != flats:
-                self._kept_grads = self._overflow_grads(flats)
-                self.context.warn_of_kept_grads()
-            return self._kept_grads
-        if self._assigned_grads is None or self._assigned_grads.flats != flats:
-            self._assigned_grads = UnshardedGrads(self.grad_buffer(unsharded_grad_bytes(flats)), flats)
-        if self._assigned_grads.buffer.owner is None:
-            return self._assigned_grads
-        # The assigned buffer has the gradients of an enclosing group, or of a group whose gates have not all run.
-        self.context.counters.overflow_buffers += 1
-        return self._overflow_grads(flats)
-
-    def grad_buffer(self, nbytes: int) -> Buffer:
-        """Return the pool's gradient buffer, or one of the group's own if that is too small, as after unfreezing."""
-        pool = self.context.grad_pools.get(self.role)
-        if pool is not None and nbytes <= pool.buffer_bytes:
-            return pool.assigned(self.index)
-        if self._unpooled is None or self._unpooled.data.nbytes < nbytes:
-            self._unpooled = Buffer(nbytes, self.context.device, self.context.reduce_stream)
-        return self._unpooled
-
-    def _overflow_grads(self, flats: tuple[FlatParam, ...]) -> UnshardedGrads:
-        buffer = Buffer(unsharded_grad_bytes(flats), self.context.device, self.context.reduce_stream)
-        return UnshardedGrads(buffer, flats)
-
-    @property
-    def unplanned_bytes(self) -> int:
-        """Bytes of buffers for gradients that are kept from one backward to the next or too large for the pool's."""
-        kept = None if self._kept_grads is None else self._kept_grads.buffer
-        return sum(buffer.data.nbytes for buffer in (kept, self._unpooled) if buffer is not None)
 
     def post_backward(self) -> None:
         """Reduce the gradients of a backward, all of which are written, or keep them for a later backward."""
@@ -560,7 +531,7 @@ class ParamGroup(StepState):
                 leaf.grad = None
         if self.spec.settings.reduces:
             self.reduce()
-        elif self.grads is not None and self.grads is not self._kept_grads:
+        elif self.grads is not None:
             self._defer(self.grads)
 
     def reduce(self) -> None:

@@ -59,13 +59,6 @@ class ReplicatedFlatParam(FlatParam):
         is_same = self.sharded.dtype == self.compute_dtype
         return None if is_same else torch.empty_like(self.sharded, dtype=self.compute_dtype)
 
-    def copy_target(self) -> Tensor:
-        """Return the copies as a target of writes.
-
-        If no weight has changed, torch must not count the write: an earlier forward's graph may still need the copies.
-        """
-        return self.computed.data if self.copied_version == self.version else self.computed
-
     def check_unwritten(self) -> None:
         """Raise a ``RuntimeError`` where a forward has written to the copies."""
         if self.has_copies and self.computed._version != self.seen_version:
@@ -150,7 +143,12 @@ class ReplicatedParams:
 
     def refresh(self) -> None:
         """Copy all parameters to the dtype of the forward, also where torch has counted no write to a shard."""
-        copies = [(flat, flat.copy_target()) for flat in self.flats if flat.has_copies]
+        # if no weight has changed, torch must not count the write: an earlier forward's graph may need the copies
+        copies = [
+            (flat, flat.computed.data if flat.copied_version == flat.version else flat.computed)
+            for flat in self.flats
+            if flat.has_copies
+        ]
         # copies on the device of their shards take one kernel
         if near := [(flat, copy) for flat, copy in copies if not flat.host_bytes]:
             torch._foreach_copy_([copy for _, copy in near], [flat.sharded for flat, _ in near])
@@ -161,33 +159,28 @@ class ReplicatedParams:
         for flat in self.flats:
             flat.seen_version = flat.computed._version
 
-    def trainable(self) -> tuple[list[FSDPParam], list[Tensor]]:
-        """Return the parameters that require a gradient, and the views of them that forwards see."""
-        params, leaves = [], []
+    def register_unsharded(self, only: Iterable[FSDPParam] | None = None) -> tuple[list[FSDPParam], list[Tensor]]:
+        """Let the modules' forwards see the values in their dtype, of all parameters or ``only`` of some.
+
+        Returns:
+            The parameters that require a gradient, and the views of them that forwards see.
+        """
+        chosen = None if only is None else set(only)
+        trained, leaves = [], []
         for param, leaf in zip(self.params, self._leaves, strict=True):
             if leaf.requires_grad is not param.parameter.requires_grad:
                 leaf.requires_grad_(param.parameter.requires_grad)
-            if leaf.requires_grad:
-                params.append(param)
-                leaves.append(leaf)
-        return params, leaves
-
-    def register_unsharded(self, only: Iterable[FSDPParam] | None = None) -> None:
-        """Let the modules' forwards see the values in their dtype, of all parameters or ``only`` of some."""
-        chosen = None if only is None else set(only)
-        for param, leaf in zip(self.params, self._leaves, strict=True):
             if chosen is None or param in chosen:
                 param.register_unsharded(leaf)
+            if leaf.requires_grad:
+                trained.append(param)
+                leaves.append(leaf)
+        return trained, leaves
 
     def register_sharded(self) -> None:
         """Let the modules see the parameters themselves again."""
         for param in self.params:
             param.register_sharded()
-
-    def check_unwritten(self) -> None:
-        """Raise a ``RuntimeError`` where a forward has written to a copy."""
-        for flat in self.flats:
-            flat.check_unwritten()
 
     # In backwards ------------------------------------------------------------------------------------------------
 

@@ -10,13 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-import torch
 from torch import nn
 
 from yafsdp_cc.engine.collectives import ExactAllGather, ExactReduceScatter
 from yafsdp_cc.engine.hierarchy import ExactAllReduce
 from yafsdp_cc.engine.layout import ALIGNMENT
-from yafsdp_cc.engine.streams import CommStream, comm_stream
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator, Sequence
@@ -24,10 +22,11 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
     from torch.distributed.fsdp._fully_shard import _fsdp_api as fsdp2
 
-    from yafsdp_cc.engine.mesh import MeshInfo
     from yafsdp_cc.engine.param import FlatParam, FSDPParam
     from yafsdp_cc.engine.protocols import AllGather, AllReduce, Observer, ReduceScatter
     from yafsdp_cc.engine.replicated import ReplicatedFlatParam
+    from yafsdp_cc.engine.streams import CommStream
+    from yafsdp_cc.ranks.mesh import MeshInfo
 
 
 Role = Literal["block", "nested", "edge", "root"]
@@ -97,21 +96,6 @@ EXACT = Collectives()
 """Collectives of models without compression."""
 
 
-class CommStreams:
-    """The streams of all-gathers, reduces and sums over replicas, each made at first use.
-
-    Several roots may share them.
-    """
-
-    def __init__(self) -> None:
-        self._streams: dict[str, CommStream] = {}
-
-    def of(self, kind: Literal["all-gather", "reduce", "all-reduce"], device: torch.device) -> CommStream:
-        if kind not in self._streams:
-            self._streams[kind] = comm_stream(device)
-        return self._streams[kind]
-
-
 @dataclass
 class GroupSettings:
     """A group's settings that users may change at any time; some need other buffers, and so a new assembly."""
@@ -135,7 +119,8 @@ class GroupSettings:
     separate_reduce_group: bool = False
     allocates_from_group: bool = False
     """Whether buffers are memory of the process group that sends from them, registered with NCCL."""
-    streams: CommStreams = field(default_factory=CommStreams)
+    streams: dict[str, CommStream] = field(default_factory=dict)
+    """Streams of "all-gather", "reduce" and "all-reduce" that were needed so far; several roots may share them."""
     custom_all_gather: fsdp2.AllGather | None = None
     """The user's own collective in place of the engine's, like ``custom_reduce_scatter``."""
     custom_reduce_scatter: fsdp2.ReduceScatter | None = None

@@ -23,6 +23,7 @@ from __future__ import annotations
 import logging
 import sys
 import weakref
+from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -32,16 +33,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.autograd import profiler
 
 from yafsdp_cc.engine.autograd import convert, convert_tensors, gate, gate_tensors, map_tensors, narrow
-from yafsdp_cc.engine.checks import all_gather_objects
-from yafsdp_cc.engine.mesh import all_groups
-from yafsdp_cc.engine.param_group import OF_ENGINE, prefetch
+from yafsdp_cc.engine.param_group import prefetch
 from yafsdp_cc.engine.replicated import FINAL_REDUCE, hand_out_grads, usage_flags
 from yafsdp_cc.engine.step_state import StepState, history, transient, unreduced
 from yafsdp_cc.profiling import NVTX_LISTENS, Span
+from yafsdp_cc.ranks.checks import all_gather_objects
+from yafsdp_cc.ranks.mesh import all_groups
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -58,13 +58,12 @@ STATE, GROUP = "_yafsdp_cc_state", "_yafsdp_cc_group"
 """Attributes of sharded modules: their ``FSDPState``, and the ``ParamGroup`` whose forward theirs is (not the
 root's)."""
 
-_OWN_FOLDERS = (str(Path(__file__).parent), str(Path(torch.__file__).parent / "_dynamo"))
+_PACKAGE = Path(__file__).parents[1]
+_OWN_FOLDERS = tuple(map(str, (_PACKAGE / "engine", _PACKAGE / "sharding", Path(torch.__file__).parent / "_dynamo")))
 _MODULE_CALL = nn.Module.__module__
 _REPLICATED_SPAN = Span("replicated")
 _graph_task = torch._C._current_graph_task_id
 """The backward under way in this thread, or -1."""
-_functorch_stack = torch._C._functorch.peek_interpreter_stack
-"""The transforms of ``torch.func`` under way, or None."""
 _keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 _saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
@@ -253,17 +252,7 @@ class FSDPState(_ModelStep):
         if iteration is None:
             return convert_tensors(output, self._output_dtype)
         self.end_iteration()
-        dtype, has_gate = self._output_dtype, iteration.has_gate
-        if dtype is None and not has_gate:
-            return output
-
-        def finish(tensor: Tensor) -> Tensor:
-            tensor = tensor if dtype is None else convert(tensor, dtype)
-            if has_gate and tensor.requires_grad:
-                tensor.register_hook(partial(self._reach_output, iteration))
-            return tensor
-
-        return map_tensors(output, finish)
+        return _hook_outputs(output, self._output_dtype, iteration.pre_backward if iteration.has_gate else None)
 
     def drop_interrupted(self) -> None:
         """Reset if an interrupt, of which no hook of a module learns, has ended the forward under way."""
@@ -282,7 +271,6 @@ class FSDPState(_ModelStep):
         self.expire_weights()
         self.replicated.refresh()
         if not torch.is_grad_enabled():
-            self.replicated.trainable()
             self.replicated.register_unsharded()
         stepped, self.post_optim_event = self.post_optim_event, None
         if stepped is not None:
@@ -327,15 +315,19 @@ class FSDPState(_ModelStep):
         """End the forward of an iteration."""
         iteration, self.iteration, self._caller = self.iteration, None, None
         if iteration is not None:
-            iteration._anchor = None  # the iteration would keep its own graph alive through its anchor
-            if iteration.trains or iteration.trained:
-                self._await_backward(iteration)
+            iteration.anchor = None  # the iteration would keep its own graph alive through its anchor
+            if iteration.trains or iteration.trained:  # count a forward whose backward may come
+                iteration.awaited_version = version = self._version()
+                if version != self._awaited_version:
+                    self.awaited_backwards, self._awaited_version = 0, version
+                self.awaited_backwards += 1
         self.context.in_forward = False
         self.context.passes += 1
         self._orders[self.called] = self.order
         self.replicated.register_sharded()
         self.wait_for_transfers()
-        self.replicated.check_unwritten()
+        for flat in self.replicated.flats:
+            flat.check_unwritten()
         if iteration is not None and iteration.has_gate:
             for observer in self.context.observers:
                 observer.after_forward()
@@ -385,19 +377,25 @@ class FSDPState(_ModelStep):
             args, kwargs, views = iteration.on_backward_stream(partial(self._gate, call, args, kwargs))
         group.register_unsharded(views)
         span = group.forward_span.start() if self.context.traces else None
-        return args, kwargs, GroupForward(iteration if is_outermost else None, unsharded, call, span, False, borrowed)
+        return args, kwargs, GroupForward(iteration if is_outermost else None, unsharded, call, span, borrowed)
 
     def post_forward(self, group: ParamGroup, entered: GroupForward, output: Any) -> Any:
         """End a forward of a group's module: the buffer may be refilled, and outputs tell when the backward begins."""
         if entered.span is not None:
             group.forward_span.end(entered.span)
         unsharded = entered.unsharded
-        if entered.is_recomputation:
+        dtype = group.spec.policy.output_dtype
+        if _graph_task() != -1:
             # The recomputed forward has saved views of the weights, which the backward reads.
             self.enter_backward().keep_recomputed(group, unsharded)
-            return convert_tensors(output, group.spec.policy.output_dtype)
+            return convert_tensors(output, dtype)
         group.register_sharded()
-        output = self._hook_outputs(group, entered, output)
+        hook = None
+        if (call := entered.call) is not None:
+            call.last = len(call.iteration.calls) - 1
+            # The hook keeps the iteration alive: the graph may outlive every other reference to the iteration.
+            hook = partial(call.pre_backward, call.iteration)
+        output = _hook_outputs(output, dtype, hook, unsharded.buffer.address)
         group.release(unsharded)
         if not group.spec.settings.keeps_after_forward:
             group.release_held()
@@ -418,7 +416,9 @@ class FSDPState(_ModelStep):
     def _gate(self, call: GroupCall, args: Any, kwargs: Any) -> tuple[Any, Any, Sequence[Tensor]]:
         """Return the inputs behind the group's gate, and the weights behind ``Narrow``."""
         group, iteration = call.group, call.iteration
-        anchor = iteration.anchor()
+        if iteration.anchor is None:
+            iteration.gate([])
+        anchor: Any = iteration.anchor
 
         def through(tensors: list[Tensor]) -> list[Tensor]:
             nonlocal anchor
@@ -434,25 +434,6 @@ class FSDPState(_ModelStep):
         ]
         return args, kwargs, views
 
-    def _hook_outputs(self, group: ParamGroup, entered: GroupForward, output: Any) -> Any:
-        call, address, dtype = entered.call, entered.unsharded.buffer.address, group.spec.policy.output_dtype
-        hook = None
-        if call is not None:
-            call.last = len(call.iteration.calls) - 1
-            # The hook keeps the iteration alive: the graph may outlive every other reference to the iteration.
-            hook = partial(call.pre_backward, call.iteration)
-
-        def finish(tensor: Tensor) -> Tensor:
-            is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
-            if is_plain and tensor.untyped_storage().data_ptr() == address:
-                tensor = tensor.clone()  # a view of the weights, whose buffer will be refilled
-            tensor = tensor if dtype is None else convert(tensor, dtype)
-            if hook is not None and tensor.requires_grad:
-                tensor.register_hook(hook)
-            return tensor
-
-        return map_tensors(output, finish)
-
     def _pre_recomputation(self, group: ParamGroup) -> GroupForward:
         """Before a forward that activation checkpointing runs again inside the backward.
 
@@ -465,17 +446,9 @@ class FSDPState(_ModelStep):
         unsharded = group.unshard()
         group.register_unsharded(group.leaves(unsharded))
         span = group.forward_span.start() if self.context.traces else None
-        return GroupForward(None, unsharded, None, span, True, None)
+        return GroupForward(None, unsharded, None, span, None)
 
     # A backward ----------------------------------------------------------------------------------------------------
-
-    def _await_backward(self, iteration: IterationState) -> None:
-        """Count a forward whose backward may come."""
-        version = self._version()
-        if version != self._awaited_version:
-            self.awaited_backwards, self._awaited_version = 0, version
-        self.awaited_backwards += 1
-        iteration.awaited_version = version
 
     def _stop_awaiting(self, iteration: IterationState) -> None:
         """Uncount a forward whose backward has come, unless that backward keeps the graph for another one."""
@@ -483,9 +456,6 @@ class FSDPState(_ModelStep):
             if iteration.awaited_version == self._awaited_version:
                 self.awaited_backwards -= 1
             iteration.awaited_version = None
-
-    def _reach_output(self, iteration: IterationState, _: Tensor) -> None:
-        self.reach(iteration)
 
     def reach(self, iteration: IterationState) -> Backward:
         """Handle that a backward has come to ``iteration``; return that backward."""
@@ -542,7 +512,6 @@ class FSDPState(_ModelStep):
             if not self.backwards:
                 self.context.traces = profiler._is_profiler_enabled or NVTX_LISTENS
                 if self.iteration is None:  # recomputed forwards see the replicated parameters as leaves
-                    self.replicated.trainable()
                     self.replicated.register_unsharded()
             if reduces or not self.backwards:
                 for observer in self.context.observers:
@@ -607,7 +576,7 @@ class FSDPState(_ModelStep):
 
     def _is_fed(self, param: FSDPParam) -> bool:
         """Return whether error feedback has brought something of a parameter that nobody may have used."""
-        if param.flat is None or not param.flat.feeds_back:
+        if param.flat is None or not any(each.feeds_back for each in param.flat.sum_collectives):
             return False
         self.wait_for_transfers()
         return bool(param.local_grad.any())
@@ -647,7 +616,8 @@ class FSDPState(_ModelStep):
         for group in self.groups:  # prefetched all-gathers read state of collectives that is dropped below
             group.unsharded.buffer.handle.wait()
         for flat in self.flats:
-            flat.reset_collectives()
+            for collective in (flat.all_gather, *flat.sum_collectives):
+                collective.reset()
         self.wait_for_transfers()
         context.gather_stream.wait_for_caller()  # an interrupted user of a buffer has recorded no event
         for group in self.groups:
@@ -668,10 +638,31 @@ class GroupForward(NamedTuple):
     unsharded: UnshardedParams
     call: GroupCall | None
     span: Handle | None
-    is_recomputation: bool
-    """Whether activation checkpointing runs this forward inside a backward."""
     borrowed: GroupForward | None
     """Forward of the root's group, entered because a parameter of this group is tied to one of the root's."""
+
+
+def _hook_outputs(
+    output: Any, dtype: torch.dtype | None, hook: Callable[[Tensor], None] | None, address: int | None = None
+) -> Any:
+    """Return ``output`` of a module in ``dtype``, with ``hook`` on each tensor that requires a gradient.
+
+    Args:
+        address: of a weight buffer, which will be refilled: views of it are copied.
+    """
+    if dtype is None and hook is None and address is None:
+        return output
+
+    def finish(tensor: Tensor) -> Tensor:
+        is_plain = address is not None and type(tensor) is Tensor and tensor.layout is torch.strided
+        if is_plain and tensor.untyped_storage().data_ptr() == address:
+            tensor = tensor.clone()
+        tensor = tensor if dtype is None else convert(tensor, dtype)
+        if hook is not None and tensor.requires_grad:
+            tensor.register_hook(hook)
+        return tensor
+
+    return map_tensors(output, finish)
 
 
 class IterationState:
@@ -692,12 +683,13 @@ class IterationState:
         """Whether a backward may come."""
         self.awaited_version: int | None = None
         """Version of the weights at this forward, while it is counted in ``awaited_backwards``."""
-        self._pending: dict[ParamGroup, int] = {}
+        self._pending: Counter[ParamGroup] = Counter()
         """Number of calls of each group that the backward has not ended."""
         self._steps: list[tuple[GroupCall, bool]] = []
         """Plan of the backward: calls, each with whether it ends or begins at this point."""
         self._next = 0
-        self._anchor: Tensor | None = None
+        self.anchor: Tensor | None = None
+        """Input of every group's gate, so that the backward runs the root gate after all of them."""
         self._stream = state.context.gather_stream.caller()
 
     def on_backward_stream(self, make_gate: Callable[[], Any]) -> Any:
@@ -711,24 +703,19 @@ class IterationState:
         with torch.cuda.stream(self._stream):
             return make_gate()
 
-    def anchor(self) -> Tensor:
-        """Return the input of every group's gate, so that the backward runs the root gate after all of them."""
-        if self._anchor is None:
-            self.gate([])
-        assert self._anchor is not None
-        return self._anchor
-
     def gate(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Make the root gate over ``tensors`` and the replicated parameters; return the gated tensors."""
         self.has_gate = True
         self.trains = bool(tensors)
-        replicated = self.state.replicated
-        self.trained, leaves = replicated.trainable()
-        replicated.register_unsharded()
-        self._anchor, *gated = gate(self, self.state.leaf, *tensors, *leaves)
+        self.trained, leaves = self.state.replicated.register_unsharded()
+        self.anchor, *gated = gate(self, self.state.leaf, *tensors, *leaves)
         for param, view in zip(self.trained, gated[len(tensors) :], strict=True):
             param.register_unsharded(view)
         return list(gated[: len(tensors)])
+
+    def pre_backward(self, _: Tensor) -> None:
+        """Handle that a gradient has reached an output of the root."""
+        self.state.reach(self)
 
     def post_backward(self, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
         """The root gate has run: finish the backward. Gradients of replicated parameters stop here."""
@@ -755,9 +742,9 @@ class IterationState:
             step, step_ends = self._steps[self._next]
             self._next += 1
             if not step_ends:
-                backward.begin(step)
+                step.begin(backward)
                 continue
-            backward.end(step)
+            step.end(backward)
             self._pending[step.group] -= 1
             is_over = self._pending[step.group] == 0
             if is_over:
@@ -776,26 +763,24 @@ class IterationState:
         """Gather the groups that the backward begins next, or those that ``group``'s settings name instead."""
         steps = self._steps[self._next : self._next + 4]
         upcoming = [call.group for call, ends in steps if not ends and call.needs_weights]
-        prefetch(group.backward_prefetch or upcoming[:2])
+        if groups := group.backward_prefetch or upcoming[:2]:
+            prefetch(groups)
 
     def _plan_backward(self) -> None:
         """Plan the backward anew: calls in reverse, inner calls within outer ones."""
         self._steps, self._next = [], 0
-        self._pending = {}
-        open_calls: list[GroupCall] = []
         expected = [call for call in self.calls if call.is_expected]
+        self._pending = Counter(call.group for call in expected)
+        open_calls: list[GroupCall] = []
         for call in sorted(expected, key=lambda call: (-call.last, call.index)):
-            while open_calls and not open_calls[-1].encloses(call):
-                self._append(open_calls.pop(), True)
+            # A call that ended no earlier encloses this one, unless it also began later.
+            while open_calls and open_calls[-1].index > call.index:
+                self._steps.append((open_calls.pop(), True))
             open_calls.append(call)
-            self._pending[call.group] = self._pending.get(call.group, 0) + 1
-            self._append(call, False)
-        while open_calls:
-            self._append(open_calls.pop(), True)
-
-    def _append(self, call: GroupCall, ends: bool) -> None:
-        call.places[ends] = len(self._steps)
-        self._steps.append((call, ends))
+            self._steps.append((call, False))
+        self._steps += [(call, True) for call in reversed(open_calls)]
+        for place, (call, ends) in enumerate(self._steps):
+            call.places[ends] = place
 
 
 class GroupCall:
@@ -826,10 +811,6 @@ class GroupCall:
         assert iteration is not None
         return iteration
 
-    def encloses(self, other: GroupCall) -> bool:
-        """Return whether ``other`` was made within this call's forward."""
-        return self.index < other.index <= self.last
-
     def pre_backward(self, iteration: IterationState, _: Tensor | None = None) -> None:
         """Handle that a gradient has reached an output."""
         state, group = iteration.state, self.group
@@ -842,14 +823,11 @@ class GroupCall:
                     f"parameters of unit '{group.name}' were changed between this forward and its backward "
                     "(an optimizer step in between?); run the backward first, or the forward again"
                 )
-            if self.is_expected and backward.reduces:
+            if backward.plans(self):
                 iteration.advance(backward, self, ends=False)
             else:
-                backward.begin_reached(self)
-        self._join_stream(backward)
-
-    def _join_stream(self, backward: Backward) -> None:
-        """Let the stream of this output wait: a node on another stream may have begun the call."""
+                self.begin(backward)
+        # Let the stream of this output wait: a node on another stream may have begun the call.
         begun = backward.begun.get(self)
         if begun is not None and begun.uses_buffer:
             self.group.context.wait(self.unsharded.buffer.handle)
@@ -863,15 +841,20 @@ class GroupCall:
         backward = state.reach(iteration)
         backward.end_calls(iteration, self.index)
         state.check_flow(f"unit '{self.group.name}'", grads)
-        if not any(self in each.begun for each in state.backwards):  # by a way around the outputs
-            self._check_weights()
-        if self.is_expected and backward.reduces:
+        buffer, is_begun = self.unsharded.buffer, any(self in each.begun for each in state.backwards)
+        if self.needs_weights and not is_begun and (buffer.fills != self._fills or not self.group.is_in(buffer)):
+            raise RuntimeError(
+                f"a gradient reached the inside of unit '{self.group.name}' without passing its output, when its "
+                "weights were gone: its forward hands out tensors in an object that cannot be looked into, or keeps "
+                "them aside. Return them in a tuple, list, dict or dataclass, or in a class registered with pytree"
+            )
+        if backward.plans(self):
             iteration.advance(backward, self, ends=True)
         else:
             backward.end_calls(iteration, self.index - 1)  # ends this call, too
         return grads
 
-    def begin(self, backward: Backward) -> BegunCall:
+    def begin(self, backward: Backward) -> None:
         """Put the weights back in place, and make room for gradients."""
         group = self.group
         if not self._is_packed:  # outside of a checkpoint: the backward has left every checkpoint that it was in
@@ -891,25 +874,17 @@ class GroupCall:
             group.acquire_grad_buffer()
         if backward.reduces:
             self.iteration.prefetch_for_backward(group)
-        return BegunCall(uses_buffer, group.backward_span.start() if group.context.traces else None)
+        span = group.backward_span.start() if group.context.traces else None
+        backward.begun[self] = BegunCall(uses_buffer, span)
 
-    def end(self, backward: Backward, begun: BegunCall) -> None:
+    def end(self, backward: Backward) -> None:
         """Release the buffer: the backward has ended this call."""
-        group = self.group
+        group, begun = self.group, backward.begun.pop(self)
         if begun.span is not None:
             group.backward_span.end(begun.span)
         group.register_sharded()
         if begun.uses_buffer:
             group.release(self.unsharded)
-
-    def _check_weights(self) -> None:
-        buffer = self.unsharded.buffer
-        if self.needs_weights and (buffer.fills != self._fills or not self.group.is_in(buffer)):
-            raise RuntimeError(
-                f"a gradient reached the inside of unit '{self.group.name}' without passing its output, when its "
-                "weights were gone: its forward hands out tensors in an object that cannot be looked into, or keeps "
-                "them aside. Return them in a tuple, list, dict or dataclass, or in a class registered with pytree"
-            )
 
 
 class BegunCall(NamedTuple):
@@ -943,36 +918,22 @@ class Backward:
         """Calls of which this run has reached an output."""
         self.begun: dict[GroupCall, BegunCall] = {}
         """Calls that this run has begun and not ended."""
-        self._unplanned: list[GroupCall] = []
-        """Begun calls that no plan ends, outermost first."""
         self.recomputed: dict[ParamGroup, list[UnshardedParams]] = {}
         """Buffers that recomputed forwards use, by group."""
 
-    def begin(self, call: GroupCall) -> None:
-        """Begin a call."""
-        self.begun[call] = call.begin(self)
-
-    def end(self, call: GroupCall) -> None:
-        """End a call."""
-        call.end(self, self.begun.pop(call))
-
-    def begin_reached(self, call: GroupCall) -> None:
-        """Begin a call outside of any plan; one of its outputs may also be an output of a call within it."""
-        calls, place = self._unplanned, len(self._unplanned)
-        while place and calls[place - 1].iteration is call.iteration and calls[place - 1].index > call.index:
-            place -= 1
-        calls.insert(place, call)
-        self.begin(call)
+    def plans(self, call: GroupCall) -> bool:
+        """Return whether the plan of its iteration begins and ends ``call``; else its outputs and gates do."""
+        return self.reduces and call.is_expected
 
     def end_calls(self, iteration: IterationState, index: int) -> None:
-        """End all unplanned calls of ``iteration`` after ``index``, and all of later iterations.
+        """End the calls of ``iteration`` after ``index``, and all of later iterations, that no plan ends.
 
         autograd runs nodes from the latest to the earliest, so it has passed these calls. A call has not been ended by
         its own gate if no tensor behind that gate needed a gradient.
         """
-        calls = self._unplanned
-        while calls and (calls[-1].iteration is not iteration or calls[-1].index > index):
-            self.end(calls.pop())
+        for call in [*reversed(self.begun)]:
+            if not self.plans(call) and (call.iteration is not iteration or call.index > index):
+                call.end(self)
 
     def keep_recomputed(self, group: ParamGroup, unsharded: UnshardedParams) -> None:
         """Keep the buffer of a recomputed forward of ``group``: the backward reads weights that the forward saved."""
@@ -1006,14 +967,13 @@ class Backward:
 
     def end_all(self) -> None:
         """End all begun calls and all uses by recomputed forwards."""
-        while self.begun:
-            self.end(next(reversed(self.begun)))
-        self._unplanned.clear()
+        for call in [*reversed(self.begun)]:
+            call.end(self)
         self.release_recomputed()
 
 
 class _Caller:
-    """The innermost frame around a forward that belongs neither to the engine nor to ``torch._dynamo``.
+    """The innermost frame around a forward that belongs neither to the engine and its hooks nor to ``torch._dynamo``.
 
     If the call of a module runs hooks, this is the frame of the call itself: torch's ``inner`` within it has ended
     when hooks run after a forward that raised.
@@ -1048,106 +1008,3 @@ def _check_recomputation(name: str) -> None:
             "torch.utils.checkpoint.checkpoint (gradient_checkpointing_kwargs={'use_reentrant': False} in Hugging Face "
             "models), and have a custom function run parts of a unit again, not the unit"
         )
-
-
-# Hooks of modules --------------------------------------------------------------------------------------------------
-
-
-def pre_forward_of(
-    module: nn.Module, called: nn.Module, assemble: Callable[[nn.Module], FSDPState], args: Any, kwargs: Any
-) -> tuple[Any, Any, Callable[[Any], Any]]:
-    """Prepare a forward of a sharded module; return its arguments, and the function to run on its output.
-
-    Args:
-        called: the module itself, or the part of it that was called alone.
-        assemble: makes the engine of a module that has none, or whose engine is outdated.
-    """
-    if _functorch_stack() is not None:
-        raise NotImplementedError(
-            f"a transform of torch.func (grad, jvp, vmap, ...) around a sharded {type(called).__name__}: neither "
-            "collectives nor buffers go through those. Use torch.autograd, or an unsharded model"
-        )
-    state: FSDPState | None = module.__dict__.get(STATE)
-    if state is None or state.outdated:
-        state = assemble(module)
-    group: ParamGroup | None = module.__dict__.get(GROUP)
-    try:
-        if group is None:
-            return state.pre_root_forward(called, args, kwargs)
-        args, kwargs, forward = state.pre_forward(group, args, kwargs)
-        return args, kwargs, partial(state.post_forward, group, forward)
-    except Exception:
-        state.interrupted = True
-        raise
-
-
-def install_hooks(
-    module: nn.Module, assemble: Callable[[nn.Module], FSDPState], part: nn.Module | None = None
-) -> list[Any]:
-    """Run ``pre_forward_of`` around every forward of ``module``, or around those of a ``part`` of it that are called
-    from outside of that; return the handles of the hooks."""
-    hooked = module if part is None else part
-
-    def pre_forward(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        finish = None
-        if part is None or not _shows_weights(module):
-            args, kwargs, finish = pre_forward_of(module, hooked, assemble, args, kwargs)
-        module.__dict__[STATE].entered.setdefault(hooked, []).append(finish)
-        return args, kwargs
-
-    def post_forward(_: nn.Module, __: Any, output: Any) -> Any:
-        state: FSDPState | None = module.__dict__.get(STATE)
-        if (error := sys.exc_info()[1]) is not None and state is not None:
-            _explain_gated_write(error)
-            state.drop_interrupted()  # an earlier forward may have been interrupted before this one was entered
-        if state is None or not state.entered.get(hooked):
-            return output  # a hook, perhaps ``pre_forward``, has raised before this forward was entered
-        finish = state.entered[hooked].pop()
-        return output if finish is None else finish(output)
-
-    # The first hook runs before all others, so that they see unsharded weights; the last also after an exception.
-    return [
-        hooked.register_forward_pre_hook(_uncompiled(pre_forward, part is not None), prepend=True, with_kwargs=True),
-        hooked.register_forward_hook(_uncompiled(post_forward, part is not None), always_call=True),
-    ]
-
-
-def _shows_weights(module: nn.Module) -> bool:
-    """Return whether weights are in place: within a forward of the sharded ``module``, or ``whole_parameters``."""
-    state: FSDPState | None = module.__dict__.get(STATE)
-    if state is None:
-        return False
-    state.drop_interrupted()
-    group: ParamGroup | None = module.__dict__.get(GROUP)
-    # weights that unshard() put in place do not count: a call needs its gates all the same
-    is_inside = state.iteration is not None if group is None else len(group.registered) > group.registers_held
-    return is_inside or not state.params[0].is_held
-
-
-def _explain_gated_write(error: BaseException) -> None:
-    """Explain ``error``, which ends a forward, if autograd has refused a write to a tensor that came through a gate."""
-    if isinstance(error, RuntimeError) and str(error).startswith("Output ") and "GateGradFlow" in str(error):
-        error.args = (
-            "the forward of a sharded module has written in place to one of its inputs, or to a small parameter (a "
-            "norm's, a bias): write x = x + y in place of x += y, and change parameters outside of the forward. "
-            f"Autograd says: {error}",
-        )
-
-
-def _uncompiled(hook: Callable[..., Any], traced: bool) -> Callable[..., Any]:
-    """Return ``hook`` kept out of compiled graphs: they continue without it if ``traced``, else they break there.
-
-    ``torch.compiler.disable`` runs only while something is compiled: its own cost is that of a hook.
-    """
-    disabled: Callable[..., Any] = torch.compiler.disable(hook)
-
-    def call(*args: Any) -> Any:
-        if traced and torch.compiler.is_compiling():
-            return None
-        if torch.compiler.is_compiling() or get_eval_frame_callback() is not None:
-            return disabled(*args)
-        return hook(*args)
-
-    setattr(call, OF_ENGINE, True)
-    # module.compile() compiles hooks by themselves; ``skip`` excludes ``call`` and not the functions that it calls
-    return call if traced else torch._dynamo.decorators.skip(call)

@@ -31,8 +31,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed.fsdp import OffloadPolicy
 
-    from yafsdp_cc.engine.divisor import Divisor
-    from yafsdp_cc.engine.param import FSDPParam
+    from yafsdp_cc.engine.param import Divisor, FSDPParam
     from yafsdp_cc.engine.streams import CommStream, StreamEvent
 
 STAGING_BYTES = 16 << 20

@@ -26,15 +26,16 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import UnshardHandle as _UnshardHandle
 from torch.nn.parallel import DistributedDataParallel
 
-from yafsdp_cc.engine.divisor import Divisor
-from yafsdp_cc.engine.mesh import all_gather_single, backend_of
+from yafsdp_cc.engine.param import Divisor
 from yafsdp_cc.engine.spec import EXACT, SPEC, spec_of, specs_below
-from yafsdp_cc.engine.state import GROUP, STATE, install_hooks, pre_forward_of
+from yafsdp_cc.engine.state import GROUP, STATE
 from yafsdp_cc.forms.class_shards import ClassFlatParam
 from yafsdp_cc.forms.extensions import ExtensionFlatParam, in_class_of
 from yafsdp_cc.forms.subclasses import SUBCLASS, subclass_of, tensors_of
+from yafsdp_cc.ranks.mesh import all_gather_single, backend_of
 from yafsdp_cc.sharding.assembly import PARTS, current_state, group_of, hook_parts, state_of
 from yafsdp_cc.sharding.checks import TRAINED_IN
+from yafsdp_cc.sharding.hooks import install_hooks, pre_forward_of
 from yafsdp_cc.tensor.dtensor import FlatDTensor
 from yafsdp_cc.tensor.loading import apply_to_shards, follow_assignments
 from yafsdp_cc.tensor.module_parameters import install_module_parameters, remove_module_parameters

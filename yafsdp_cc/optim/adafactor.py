@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 
-from yafsdp_cc.engine.mesh import all_reduce_over
 from yafsdp_cc.optim.one_bit import grad_of, keep_dtypes, local_of, width_of
+from yafsdp_cc.ranks.mesh import all_reduce_over
 from yafsdp_cc.tensor.dtensor import FlatDTensor, flat_dtensor
 from yafsdp_cc.tensor.reductions import Across
 

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from yafsdp_cc.engine.mesh import shard_group, shard_rank, to_mesh_device
 from yafsdp_cc.engine.param import owner_of
+from yafsdp_cc.ranks.mesh import shard_group, shard_rank, to_mesh_device
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

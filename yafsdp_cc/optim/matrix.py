@@ -22,10 +22,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from yafsdp_cc.engine.layout import ShardSpec, TensorParallel
-from yafsdp_cc.engine.mesh import to_mesh_device
 from yafsdp_cc.optim.adam import adamw_step
 from yafsdp_cc.optim.assembly import MatrixExchange, buckets
 from yafsdp_cc.optim.one_bit import check_settings, grad_of, keep_dtypes, local_of, width_of
+from yafsdp_cc.ranks.mesh import to_mesh_device
 from yafsdp_cc.tensor.dtensor import FlatDTensor, flat_dtensor, increment_version
 
 if TYPE_CHECKING:

@@ -11,11 +11,11 @@ from torch.optim import Optimizer
 
 from yafsdp_cc.compression.all_reduce import CompressedMean
 from yafsdp_cc.compression.codec import BLOCK, codec_of
-from yafsdp_cc.engine.checks import all_gather_objects, checksum
 from yafsdp_cc.engine.layout import Layout
 from yafsdp_cc.optim.adam import adamw_step
 from yafsdp_cc.optim.one_bit import check_alike, check_loaded, check_settings, keep_dtypes
 from yafsdp_cc.optim.update import Row, Rule, adam_settings, update
+from yafsdp_cc.ranks.checks import all_gather_objects, checksum
 
 if TYPE_CHECKING:
     from collections.abc import Callable

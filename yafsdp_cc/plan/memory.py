@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from yafsdp_cc.engine.hierarchy import SecondaryAllGather
 from yafsdp_cc.forms.extensions import forward_dtype
 from yafsdp_cc.forms.offload import HostFlatParam, HostReplicatedFlatParam
 from yafsdp_cc.forms.subclasses import nbytes_of
@@ -24,6 +23,7 @@ from yafsdp_cc.plan.report import (
     PlannedUnit,
 )
 from yafsdp_cc.sharding.ownership import newton_schulz_flops
+from yafsdp_cc.sharding.secondary import SecondaryAllGather
 
 if TYPE_CHECKING:
     from collections.abc import Collection

@@ -56,8 +56,8 @@ from torch import Tensor
 from yafsdp_cc.compression import error_feedback
 from yafsdp_cc.compression.codec import codec_of
 from yafsdp_cc.compression.error_feedback import EF21, Residual, lost_share
-from yafsdp_cc.engine.checks import all_gather_objects
-from yafsdp_cc.engine.mesh import new_group, timeout_of
+from yafsdp_cc.ranks.checks import all_gather_objects
+from yafsdp_cc.ranks.mesh import new_group, timeout_of
 from yafsdp_cc.replicas.messages import BLOCK, PeerMailbox, PeerMessage, agreed
 from yafsdp_cc.replicas.sync import LocalBuffer, ReplicaSync, elementwise, local_of
 

@@ -13,8 +13,8 @@ from torch._C._distributed_c10d import AllToAllOptions
 from yafsdp_cc.compression import error_feedback
 from yafsdp_cc.compression.codec import codec_of
 from yafsdp_cc.compression.error_feedback import Residual
-from yafsdp_cc.engine.mesh import timeout_of
 from yafsdp_cc.engine.streams import comm_stream
+from yafsdp_cc.ranks.mesh import timeout_of
 from yafsdp_cc.replicas.sync import LocalBuffer
 
 if TYPE_CHECKING:

@@ -30,13 +30,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from yafsdp_cc.engine.checks import all_gather_objects, check_settings
 from yafsdp_cc.engine.communicator import Communicator
-from yafsdp_cc.engine.mesh import broadcast_over, shard_group
 from yafsdp_cc.fsdp2.module import ShardedModule, check_shows_shards, ranks_of_model, require_state
 from yafsdp_cc.optim.matrix import MatrixOptimizer
 from yafsdp_cc.optim.one_bit import OneBitOptimizer
 from yafsdp_cc.optim.replicated import ReplicatedOneBitAdam
+from yafsdp_cc.ranks.checks import all_gather_objects, check_settings
+from yafsdp_cc.ranks.mesh import broadcast_over, shard_group
 from yafsdp_cc.tensor.module_parameters import named_sharded_parameters
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from yafsdp_cc.checkpoint.ranks import meet
 from yafsdp_cc.checkpoint.state import as_sequence, plain_name, unwrapped
-from yafsdp_cc.engine.checks import all_gather_objects
+from yafsdp_cc.ranks.checks import all_gather_objects
 from yafsdp_cc.replicas.sync import local_of, refuse_sync
 
 if TYPE_CHECKING:

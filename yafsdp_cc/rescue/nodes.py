@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from yafsdp_cc.checkpoint.ranks import place_in, together
-from yafsdp_cc.engine.checks import all_gather_objects
+from yafsdp_cc.ranks.checks import all_gather_objects
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence

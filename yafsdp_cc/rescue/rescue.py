@@ -41,8 +41,8 @@ from yafsdp_cc.checkpoint.reader import METADATA, CheckpointReader
 from yafsdp_cc.checkpoint.save import collect, save
 from yafsdp_cc.checkpoint.state import as_sequence, unwrapped
 from yafsdp_cc.checkpoint.writer import CheckpointWriter
-from yafsdp_cc.engine.checks import all_gather_objects
 from yafsdp_cc.fsdp2.module import ShardedModule, require_state
+from yafsdp_cc.ranks.checks import all_gather_objects
 from yafsdp_cc.replicas.sync import local_of, refuse_sync
 from yafsdp_cc.rescue.memory import MEMORY, folder_of_run
 from yafsdp_cc.rescue.nodes import LostError, Nodes, Transfer, fetch, transfer

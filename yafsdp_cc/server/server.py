@@ -23,7 +23,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.tensor import DTensor
 
 from yafsdp_cc.compression.codec import BLOCK, codec_of
-from yafsdp_cc.engine.checks import check_settings
+from yafsdp_cc.ranks.checks import check_settings
 from yafsdp_cc.server.shard import ServerShard
 
 if TYPE_CHECKING:

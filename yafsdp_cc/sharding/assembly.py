@@ -18,25 +18,28 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.distributed_c10d import _get_default_store
 
-from yafsdp_cc.engine.agreement import refused_over_store
 from yafsdp_cc.engine.buffers import Buffer, BufferPool
-from yafsdp_cc.engine.checks import refused_together
 from yafsdp_cc.engine.collectives import ExactReduceScatter
 from yafsdp_cc.engine.communicator import CommContext, Communicator, ScratchBuffers
-from yafsdp_cc.engine.hierarchy import Replicas, SecondaryAllGather
-from yafsdp_cc.engine.mesh import all_groups, backend_of, group_once, new_group, probe_links, timeout_of
+from yafsdp_cc.engine.hierarchy import Replicas
 from yafsdp_cc.engine.param import UnshardedParams, unsharded_bytes, unsharded_grad_bytes
 from yafsdp_cc.engine.param_group import GroupContext, ParamGroup
 from yafsdp_cc.engine.replicated import CollectiveFingerprint, ReplicatedParams
 from yafsdp_cc.engine.spec import EXACT, Counters, spec_of, specs_below
-from yafsdp_cc.engine.state import GROUP, STATE, FSDPState, install_hooks
-from yafsdp_cc.engine.status import describe
+from yafsdp_cc.engine.state import GROUP, STATE, FSDPState
+from yafsdp_cc.engine.streams import comm_stream
 from yafsdp_cc.forms.extensions import check_local_tensors
 from yafsdp_cc.forms.offload import make_transfers
+from yafsdp_cc.ranks.checks import refused_together
+from yafsdp_cc.ranks.mesh import all_groups, backend_of, group_once, new_group, timeout_of
 from yafsdp_cc.sharding.blocks import is_called
 from yafsdp_cc.sharding.contents import ModelContents
 from yafsdp_cc.sharding.custom_comm import CustomAllGather, CustomReduceScatter
+from yafsdp_cc.sharding.hooks import install_hooks
+from yafsdp_cc.sharding.links import probe_links, refused_over_store
 from yafsdp_cc.sharding.meshes import NO_FLAGS, ReplicatedParamsOfMeshes, check_mesh
+from yafsdp_cc.sharding.secondary import SecondaryAllGather
+from yafsdp_cc.sharding.status import describe
 from yafsdp_cc.sharding.units import ROOT, TAKE_TURNS
 from yafsdp_cc.tensor.dtensor import engines, sharded_as
 from yafsdp_cc.tensor.loading import meta_params, take_back
@@ -50,9 +53,10 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
 
-    from yafsdp_cc.engine.mesh import MeshInfo
     from yafsdp_cc.engine.replicated import ReplicatedFlatParam
     from yafsdp_cc.engine.spec import Collectives, ParamGroupSpec, Role
+    from yafsdp_cc.engine.streams import CommStream
+    from yafsdp_cc.ranks.mesh import MeshInfo
 
 
 ContextsByMesh: TypeAlias = "dict[DeviceMesh, tuple[CommContext, CommContext]]"
@@ -211,8 +215,8 @@ def _make_context(
     comms = {mesh: _communicators(each, separate=separate) for mesh, each in infos.items()}
     _check_trial_exchange(list(comms.values()), replica_comm, verdict)
     gather_comm, reduce_comm = comms[info.mesh]
-    gather_stream = streams.of("all-gather", device)
-    reduce_stream = gather_stream if reduce_comm is gather_comm else streams.of("reduce", device)
+    gather_stream = _stream(streams, "all-gather", device)
+    reduce_stream = gather_stream if reduce_comm is gather_comm else _stream(streams, "reduce", device)
     replica = 0 if replica_comm is None else replica_comm.rank
     registers = any(spec.settings.allocates_from_group for spec in specs)
     gather_scratch, reduce_scratch = (
@@ -248,9 +252,16 @@ def _make_context(
     if replica_comm is not None:
         replica_scratch = ScratchBuffers(device, replicas if registers else None)
         replica_context = CommContext(replica_comm, replica_scratch, fingerprint.record)
-        stream = streams.of("all-reduce", device)
+        stream = _stream(streams, "all-reduce", device)
         context.replicas = Replicas(replica_context, stream, context.counters.count_reduced)
     return context, leaf, contexts
+
+
+def _stream(streams: dict[str, CommStream], kind: str, device: torch.device) -> CommStream:
+    """Return one of the ``streams`` that several roots may share, made at first use."""
+    if kind not in streams:
+        streams[kind] = comm_stream(device)
+    return streams[kind]
 
 
 def _communicators(info: MeshInfo, *, separate: bool) -> tuple[Communicator, Communicator]:

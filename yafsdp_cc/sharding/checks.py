@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from yafsdp_cc.engine.checks import all_gather_objects, checksum, table_of_ranks
 from yafsdp_cc.engine.layout import joint_mesh, local_tensor
 from yafsdp_cc.forms.extensions import NO_EXTENSION
 from yafsdp_cc.forms.subclasses import subclass_of, tensors_of
+from yafsdp_cc.ranks.checks import all_gather_objects, checksum, table_of_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    from yafsdp_cc.engine.mesh import MeshInfo
+    from yafsdp_cc.ranks.mesh import MeshInfo
     from yafsdp_cc.sharding.parameters import OwnedParameter
 
 

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from yafsdp_cc.engine.mesh import MeshInfo
     from yafsdp_cc.engine.spec import ParamGroupSpec
+    from yafsdp_cc.ranks.mesh import MeshInfo
 
 
 NO_FLAGS = (0.0,)

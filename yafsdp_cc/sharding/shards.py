@@ -13,10 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from yafsdp_cc.engine.divisor import Divisor
 from yafsdp_cc.engine.layout import VECTOR, Layout, RowShardSpec, ShardSpec, TensorParallel, local_tensor
-from yafsdp_cc.engine.mesh import shard_mesh
-from yafsdp_cc.engine.param import FlatParam, FSDPParam
+from yafsdp_cc.engine.param import Divisor, FlatParam, FSDPParam
 from yafsdp_cc.engine.replicated import ReplicatedFlatParam
 from yafsdp_cc.engine.spec import SPEC, ParamGroupSpec, specs_below
 from yafsdp_cc.forms.class_shards import ClassFlatParam, ClassParam
@@ -40,12 +38,13 @@ from yafsdp_cc.tensor.dtensor import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping, Sequence
 
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     from yafsdp_cc.engine.layout import Extent
-    from yafsdp_cc.engine.mesh import MeshInfo
     from yafsdp_cc.engine.spec import Collectives, Role
     from yafsdp_cc.forms.offload import HostMemory
+    from yafsdp_cc.ranks.mesh import MeshInfo
     from yafsdp_cc.sharding.ownership import MatrixOwners
     from yafsdp_cc.sharding.parameters import OwnedParameter
 
@@ -173,9 +172,8 @@ def _extension_of(owned: OwnedParameter, plan: ShardingPlan) -> Extension | None
     subclass, parameter = subclass_of(owned.parameter), owned.parameter
     if subclass is None or not subclass.extends_all_gather:
         return None
-    return Extension(
-        subclass, shard_mesh(plan.info.mesh), owned.sites[0][0], plan.policy, plan.policy.param_dtype or parameter.dtype
-    )
+    dtype = plan.policy.param_dtype or parameter.dtype
+    return Extension(subclass, _shard_mesh(plan.info.mesh), owned.sites[0][0], plan.policy, dtype)
 
 
 def _fsdp_param(spec: ShardSpec, owned: OwnedParameter, extent: Extent) -> FSDPParam:
@@ -206,3 +204,11 @@ def _replace(param: FSDPParam, buffer: Tensor, whole: nn.Parameter) -> None:
     # a ClassParam's inner tensors are freed with the wrapper; its ``.data`` cannot be emptied
     elif not isinstance(param, ClassParam):
         whole.data = whole.new_empty(0)
+
+
+def _shard_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the dimension that parameters are sharded across, as a mesh; with replicas, its dimensions have names."""
+    if mesh.ndim == 1:
+        return mesh
+    assert mesh.mesh_dim_names is not None
+    return mesh[mesh.mesh_dim_names[-1]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -11,6 +12,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from yafsdp_cc.engine.layout import ShardSpec
 
 
@@ -29,10 +32,10 @@ class SavedInChunks:
         ForkingPickler.register(cls, SavedInChunks._for_another_process)
 
     def _for_another_process(self) -> tuple[Any, ...]:
-        return _sent, (self._local_tensor, _Chunks(self.shard_spec.chunks, self.shard_spec.global_shape))
+        return _sent, (self._local_tensor, _Chunks(chunks_of(self.shard_spec), self.shard_spec.global_shape))
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return self.shard_spec.chunks
+        return chunks_of(self.shard_spec)
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
         properties, size = TensorProperties.create_from_tensor(self._local_tensor), self.shard_spec.global_shape
@@ -42,12 +45,12 @@ class SavedInChunks:
                 WriteItemType.SHARD,
                 tensor_data=TensorWriteData(chunk, properties, size),
             )
-            for chunk in self.shard_spec.chunks
+            for chunk in chunks_of(self.shard_spec)
         ]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         first = 0
-        for chunk in self.shard_spec.chunks:
+        for chunk in chunks_of(self.shard_spec):
             numel = math.prod(chunk.sizes)
             if index.offset == chunk.offsets and self._local_tensor.shape == chunk.sizes:
                 return self._local_tensor
@@ -70,3 +73,53 @@ def _sent(local: torch.Tensor, chunks: _Chunks) -> _SentShard:
     shard = local.as_subclass(_SentShard)
     shard._local_tensor, shard.shard_spec = local, chunks
     return shard
+
+
+# What a rank holds, as chunks ----------------------------------------------------------------------------------------
+
+
+def chunks_of(spec: ShardSpec | _Chunks) -> list[ChunkStorageMetadata]:
+    """Return this rank's elements as chunks of the whole tensor; a tensor without elements is one empty chunk."""
+    if isinstance(spec, _Chunks):
+        return spec.chunks
+    if spec.bounds is None or math.prod(spec.global_shape) == 0:
+        chunks = [ChunkStorageMetadata(torch.Size((0,) * len(spec.shape)), spec.shape)]
+    else:
+        chunks = chunk_metadata(spec.shape, *spec.local_range())
+    if spec.tensor_parallel is None:
+        return chunks
+    first = spec.tensor_parallel.offsets
+    return [ChunkStorageMetadata(torch.Size(map(operator.add, first, each.offsets)), each.sizes) for each in chunks]
+
+
+def chunk_metadata(shape: Sequence[int], start: int, stop: int) -> list[ChunkStorageMetadata]:
+    """Return the row-major range ``start:stop`` of a tensor as chunks, the form in which checkpoints address parts.
+
+    Elements 5 to 14 of a ``[4, 4]`` tensor are three chunks::
+
+        . . . .
+        . a a a      a  offsets (1, 1), sizes (1, 3)
+        b b b b      b  offsets (2, 0), sizes (1, 4)
+        c c . .      c  offsets (3, 0), sizes (1, 2)
+
+    Returns:
+        At most ``2 * len(shape) - 1`` chunks, whose elements are consecutive and in order; none for an empty range.
+
+    Raises:
+        ValueError: the range does not lie within the tensor.
+    """
+    if not 0 <= start <= stop <= math.prod(shape):
+        raise ValueError(f"elements {start}:{stop} do not lie within a tensor of shape {list(shape)}")
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    chunks = []
+    while start < stop:
+        offsets = [start // stride % size for size, stride in zip(shape, strides, strict=True)]
+        sizes = list(shape)
+        for dim, stride in enumerate(strides):
+            if start % stride == 0 and start + stride <= stop:  # whole rows of this dimension: take as many as fit
+                sizes[dim] = min((stop - start) // stride, shape[dim] - offsets[dim])
+                break
+            sizes[dim] = 1
+        chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
+        start += math.prod(sizes)
+    return chunks

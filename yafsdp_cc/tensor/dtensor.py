@@ -25,14 +25,14 @@ import weakref
 from bisect import bisect_left
 from dataclasses import replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
 from torch._library import simple_registry
 from torch._prims_common import infer_size, make_contiguous_strides_for
 from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.optim.optimizer import (
     Optimizer,
@@ -42,20 +42,20 @@ from torch.optim.optimizer import (
 from torch.utils._pytree import tree_map_only
 
 from yafsdp_cc.engine.layout import RowShardSpec, TensorParallel
-from yafsdp_cc.engine.mesh import (
+from yafsdp_cc.engine.param import owner_of
+from yafsdp_cc.engine.state import engine_of
+from yafsdp_cc.forms.subclasses import PLAIN, as_plain, check_plain, tensors_of
+from yafsdp_cc.ranks.mesh import (
     all_gather_single,
     all_groups,
     all_reduce_over,
     broadcast_from_first,
-    reduce_scatter_single,
     shard_group,
     to_mesh_device,
 )
-from yafsdp_cc.engine.param import owner_of
-from yafsdp_cc.engine.state import engine_of
-from yafsdp_cc.forms.subclasses import PLAIN, as_plain, check_plain, tensors_of
 from yafsdp_cc.tensor import reductions
 from yafsdp_cc.tensor.chunks import SavedInChunks
+from yafsdp_cc.tensor.gradients import own_part, plain_grad, reduced, reduction_of
 from yafsdp_cc.tensor.reductions import Across, LazyReduction, Reduction, Summand
 from yafsdp_cc.tensor.rows import are_rows, first_rows, flat_range_of, is_by_rows, is_flat_range, rows_of
 
@@ -68,6 +68,7 @@ if TYPE_CHECKING:
     from yafsdp_cc.engine.layout import ShardSpec
     from yafsdp_cc.engine.param import FlatParam, FSDPParam
     from yafsdp_cc.engine.state import FSDPState
+    from yafsdp_cc.tensor.gradients import GradReduction
 
 aten = torch.ops.aten
 increment_version = torch._C._increment_version
@@ -156,7 +157,7 @@ class FlatDTensor(SavedInChunks, DTensor, metaclass=_EqualsDTensor):
         _follow_reduces()
         if not (self.requires_grad and torch.is_grad_enabled()):
             return self._local_tensor
-        return _to_local(self, _reduction_of(self.shard_spec, grad_placements))
+        return _to_local(self, reduction_of(self.shard_spec, grad_placements))
 
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
         """Return the whole tensor, a new one, on every rank of the mesh.
@@ -170,7 +171,7 @@ class FlatDTensor(SavedInChunks, DTensor, metaclass=_EqualsDTensor):
         """
         if not (self.requires_grad and torch.is_grad_enabled()):
             return self._full()
-        return _full_tensor(self, _reduction_of(self.shard_spec, grad_placements))
+        return _full_tensor(self, reduction_of(self.shard_spec, grad_placements))
 
     @torch.no_grad()
     def _full(self) -> torch.Tensor:
@@ -402,10 +403,6 @@ DTensor.from_local = staticmethod(functools.partial(_from_local, DTensor.from_lo
 # Gradients that autograd brings to a parameter outside of the engine --------------------------------------------
 
 
-GradReduction: TypeAlias = Literal["mean", "sum", "same"]
-"""How the data-parallel ranks' gradients are combined; "same": they are equal, and each rank uses its own."""
-
-
 class _ToLocal(torch.autograd.Function):
     """Returns the local tensor; its backward combines the gradients of ranks that hold the same elements."""
 
@@ -419,7 +416,7 @@ class _ToLocal(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[FlatDTensor, None]:
         spec = ctx.spec
         holders = all_groups(spec.mesh)[0 if spec.bounds is None else 1 :]
-        return _wrap(_reduced(spec, as_plain(grad), holders, ctx.reduction), spec), None
+        return _wrap(reduced(spec, as_plain(grad), holders, ctx.reduction), spec), None
 
 
 class _FullTensor(torch.autograd.Function):
@@ -433,92 +430,11 @@ class _FullTensor(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[FlatDTensor, None]:
-        return _wrap(_own_part(ctx.spec, grad, ctx.reduction), ctx.spec), None
+        return _wrap(own_part(ctx.spec, grad, ctx.reduction), ctx.spec), None
 
 
 _to_local: Callable[[FlatDTensor, GradReduction], torch.Tensor] = _ToLocal.apply
 _full_tensor: Callable[[FlatDTensor, GradReduction], torch.Tensor] = _FullTensor.apply
-
-
-def _reduction_of(spec: ShardSpec, placements: Sequence[Any] | None) -> GradReduction:
-    found = () if placements is None else placements[: spec.mesh.ndim]  # placements of tensor parallelism come last
-    kinds = {each.reduce_op if isinstance(each, Partial) else "same" for each in found}
-    partial = kinds - {"same"}
-    if partial - {"sum", "avg"} or len(partial) > 1:
-        raise NotImplementedError(f"grad_placements={placements} of {spec}: pass Replicate(), Partial() or nothing")
-    return "sum" if partial == {"sum"} else "same" if kinds == {"same"} else "mean"
-
-
-def _sum_dtype(grad: torch.Tensor) -> torch.dtype:
-    return torch.promote_types(grad.dtype, torch.float32)
-
-
-def _reduced(
-    spec: ShardSpec, grad: torch.Tensor, groups: Sequence[dist.ProcessGroup], reduction: GradReduction
-) -> torch.Tensor:
-    """Return the mean or sum of gradients over ``groups``, contiguous."""
-    world = math.prod(group.size() for group in groups)
-    if world == 1 or reduction == "same":
-        return grad.contiguous()
-    total = grad.to(_sum_dtype(grad), copy=True, memory_format=torch.contiguous_format)
-    all_reduce_over(groups, total, dist.ReduceOp.SUM, spec.mesh)
-    return (total / world if reduction == "mean" else total).to(grad.dtype)
-
-
-def _own_part(spec: ShardSpec, whole: torch.Tensor, reduction: GradReduction) -> torch.Tensor:
-    """Return this rank's elements of the mean or sum over data-parallel ranks of gradients of ``global_shape``."""
-    whole = as_plain(whole)
-    part = whole if spec.tensor_parallel is None else spec.tensor_parallel.local_of(whole)
-    groups = all_groups(spec.mesh)
-    if spec.bounds is None or reduction == "same" or groups[0].size() == 1:
-        return _reduced(spec, spec.local_of(part), groups, reduction)
-    # backends reduce to chunks of one size: pad to the widest
-    ranges = list(pairwise(spec.bounds))
-    widest = max(stop - start for start, stop in ranges)
-    flat = to_mesh_device(part.reshape(-1), spec.mesh)
-    padded = flat.new_zeros((len(ranges), widest), dtype=_sum_dtype(flat))
-    for row, (start, stop) in zip(padded, ranges, strict=True):
-        row[: stop - start] = flat[start:stop]
-    own = padded.new_empty(widest)
-    reduce_scatter_single(own, padded.view(-1), group=groups[0])
-    own = own[: math.prod(spec.local_shape)].view(spec.local_shape)
-    if reduction == "mean":
-        own /= groups[0].size()
-    return _reduced(spec, own, groups[1:], reduction).to(whole)
-
-
-def _plain_grad(spec: ShardSpec, grad: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a plain gradient of ``global_shape``: its elements of the mean over ranks, or the mean
-    of one number if all elements are that number, as behind a sum."""
-    if not any(grad.stride()):
-        return _means.of(spec, grad.as_strided((), ()))
-    return _own_part(spec, grad, "mean")
-
-
-class _Means:
-    """Caches means over ranks of gradients that are one number in all elements, such as the factor of a penalty.
-
-    The terms of a sum over all parameters get the same number, the same tensor: its mean is computed once per backward.
-    """
-
-    def __init__(self) -> None:
-        self._task = -1
-        self._known: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def of(self, spec: ShardSpec, number: torch.Tensor) -> torch.Tensor:
-        """Return the mean of a 0-d tensor over ranks. A collective of the mesh, unless the mean is in the cache."""
-        task = torch._C._current_graph_task_id()
-        if task != self._task:
-            self._task, self._known = task, {}
-        key = (spec.mesh, number.data_ptr(), number.dtype, number._version)
-        if key not in self._known:
-            precise = number.double()  # in fp64 the mean of equal numbers is that number
-            mean = _reduced(spec, precise, all_groups(spec.mesh), "mean").to(number.dtype)
-            self._known[key] = (number, mean)  # keep ``number`` alive, or another tensor could get its address
-        return self._known[key][1]
-
-
-_means = _Means()
 
 
 def take_grads_of_autograd(parameter: torch.Tensor) -> None:
@@ -542,7 +458,7 @@ def _take_grad(spec: ShardSpec, grad: torch.Tensor) -> torch.Tensor:
     if isinstance(grad, FlatDTensor):
         return grad
     grad = grad.value() if isinstance(grad, LazyReduction) else grad
-    return _wrap(_plain_grad(spec, grad).expand(spec.local_shape).clone(), spec)
+    return _wrap(plain_grad(spec, grad).expand(spec.local_shape).clone(), spec)
 
 
 # Operations: handler(func, args, kwargs). They run below autograd, where torch does not raise version counters, so a
@@ -651,7 +567,7 @@ def _operand(func: Any, spec: ShardSpec | None, value: Any) -> Any:
         return value
     if _is_derivative(func) and value.is_floating_point() and value.shape in ((), spec.global_shape):
         # a gradient of the full shape, from an operation on whole tensors, gives this rank's range of the ranks' mean
-        return _plain_grad(spec, value)
+        return plain_grad(spec, value)
     if func in _TAKE_WHOLE:
         if isinstance(value, DTensor):
             if spec.tensor_parallel is not None and TensorParallel.of(value) == spec.tensor_parallel:
@@ -1142,7 +1058,7 @@ def follow_optimizers() -> None:
         for flat in written:
             # kernels that take pointers write without raising torch's version counter
             if flat.version == versions.get(flat):
-                flat.raise_version()
+                increment_version((flat.sharded,))
         for flat, version in versions.items():
             if flat.version != version:
                 flat.all_gather.stepped(version, flat.version)

@@ -21,7 +21,7 @@ from torch._prims_common import make_contiguous_strides_for
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from yafsdp_cc.engine.layout import RowShardSpec
-from yafsdp_cc.engine.mesh import shard_group, to_mesh_device
+from yafsdp_cc.ranks.mesh import shard_group, to_mesh_device
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

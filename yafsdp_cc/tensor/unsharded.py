@@ -60,7 +60,6 @@ def register_until_reshard(state: FSDPState, spec: ParamGroupSpec, group: ParamG
     # the root group's modules are the whole model, so show the replicated parameters of all units
     if group is None or group is state.root_group:
         replicated = [param for flat in spec.replicated for param in flat.params]
-    state.replicated.trainable()
     state.replicated.register_unsharded(replicated)
     for param in (*(() if group is None else group.params), *replicated):
         module, attribute = param.sites[0]

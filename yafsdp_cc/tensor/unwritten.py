@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from yafsdp_cc.engine.checks import refused_together
 from yafsdp_cc.engine.layout import local_tensor
-from yafsdp_cc.engine.mesh import all_groups
 from yafsdp_cc.forms.subclasses import tensors_of
+from yafsdp_cc.ranks.checks import refused_together
+from yafsdp_cc.ranks.mesh import all_groups
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

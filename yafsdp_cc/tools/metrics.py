@@ -33,9 +33,9 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from yafsdp_cc.api import counters_of, plan_of
-from yafsdp_cc.engine.checks import refused_together
 from yafsdp_cc.engine.spec import spec_of
 from yafsdp_cc.fsdp2.module import require_state
+from yafsdp_cc.ranks.checks import refused_together
 from yafsdp_cc.sharding.assembly import state_of
 
 if TYPE_CHECKING:

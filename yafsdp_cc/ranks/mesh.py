@@ -1,4 +1,4 @@
-"""The ranks of a sharded model: its device mesh, tensors over its groups, and how fast their links are.
+"""The ranks of a sharded model: its device mesh, its groups, and tensors over them.
 
 A mesh is ``(shard,)`` or, with replicas, ``(replicate, shard)``, torch's order for hybrid sharding (HSDP). Parameters
 are sharded across the last dimension; ranks along the first one hold the same shard.
@@ -6,7 +6,6 @@ are sharded across the last dimension; ranks along the first one hold the same s
 
 from __future__ import annotations
 
-import time
 import weakref
 from dataclasses import dataclass
 from datetime import timedelta
@@ -46,14 +45,6 @@ def shard_rank(mesh: DeviceMesh) -> int:
     """Return this rank's number among those that parameters are sharded across."""
     rank: int = mesh.get_local_rank(mesh.ndim - 1)
     return rank
-
-
-def shard_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the dimension that parameters are sharded across, as a mesh; with replicas, its dimensions have names."""
-    if mesh.ndim == 1:
-        return mesh
-    assert mesh.mesh_dim_names is not None
-    return mesh[mesh.mesh_dim_names[-1]]
 
 
 def all_groups(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
@@ -229,53 +220,5 @@ def allocate(nbytes: int, device: torch.device, group: dist.ProcessGroup | None 
     return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
-# How fast the links are --------------------------------------------------------------------------------------------
-
-PROBE_BYTES = 1 << 20
-"""Bytes that each rank sends to the next one."""
-SLOW_LINK = 2e9
-"""Bits per second of payload in each direction below which a link is slow."""
-PROBE_ROUNDS = 3
-"""Of which the best counts: what else the machine does must not make a link look slow."""
-_PROBE_TAG = 3
-
-
-_slow_links: weakref.WeakKeyDictionary[dist.ProcessGroup, bool] = weakref.WeakKeyDictionary()
-"""Of the gloo groups that were probed."""
-
-
-def has_slow_link(group: dist.ProcessGroup) -> bool:
-    """Return whether ``probe_links`` found the links of a gloo group slow; False for a group that was not probed."""
-    return _slow_links.get(group, False)
-
-
-def probe_links(group: dist.ProcessGroup, other: dist.ProcessGroup) -> None:
-    """Measure the links of a gloo group once, for another group of the same ranks as well. A collective.
-
-    gloo's all-to-all between two ranks sends one way and then the other, and its broadcasts follow one another: half of
-    what a network carries, or less. Point-to-point messages use both directions at once but cost processor time that a
-    fast network would not give back. The probe takes 1 ms on a fast link and 0.25 s at 100 Mbit/s.
-    """
-    if group not in _slow_links:
-        _slow_links[group] = group.size() > 1 and not _is_fast(group)
-    _slow_links[other] = _slow_links[group]
-
-
-def _is_fast(group: dist.ProcessGroup) -> bool:
-    rank, world = group.rank(), group.size()
-    sent = torch.zeros(PROBE_BYTES, dtype=torch.uint8, device="cpu")
-    received, seconds = torch.empty_like(sent), torch.zeros(1, device="cpu")
-    group.allreduce([seconds]).wait()  # all begin together
-    for _ in range(PROBE_ROUNDS):
-        start = time.perf_counter()
-        works = [
-            group.recv([received], (rank - 1) % world, _PROBE_TAG),
-            group.send([sent], (rank + 1) % world, _PROBE_TAG),
-        ]
-        for work in works:
-            work.wait()
-        seconds.fill_(time.perf_counter() - start)
-        group.allreduce([seconds], dist.ReduceOp.MAX).wait()
-        if 8 * PROBE_BYTES / seconds.item() >= SLOW_LINK:
-            return True
-    return False
+slow_links: weakref.WeakKeyDictionary[dist.ProcessGroup, bool] = weakref.WeakKeyDictionary()
+"""Whether the links of a gloo group are slow; groups that ``sharding.links`` has not probed count as fast."""

@@ -1,0 +1,123 @@
+"""Hooks of sharded modules: the way from the call of a module to the engine, and back."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
+
+from yafsdp_cc.engine.param_group import OF_ENGINE
+from yafsdp_cc.engine.state import GROUP, STATE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from yafsdp_cc.engine.param_group import ParamGroup
+    from yafsdp_cc.engine.state import FSDPState
+
+_functorch_stack = torch._C._functorch.peek_interpreter_stack
+"""The transforms of ``torch.func`` under way, or None."""
+
+
+def pre_forward_of(
+    module: nn.Module, called: nn.Module, assemble: Callable[[nn.Module], FSDPState], args: Any, kwargs: Any
+) -> tuple[Any, Any, Callable[[Any], Any]]:
+    """Prepare a forward of a sharded module; return its arguments, and the function to run on its output.
+
+    Args:
+        called: the module itself, or the part of it that was called alone.
+        assemble: makes the engine of a module that has none, or whose engine is outdated.
+    """
+    if _functorch_stack() is not None:
+        raise NotImplementedError(
+            f"a transform of torch.func (grad, jvp, vmap, ...) around a sharded {type(called).__name__}: neither "
+            "collectives nor buffers go through those. Use torch.autograd, or an unsharded model"
+        )
+    state: FSDPState | None = module.__dict__.get(STATE)
+    if state is None or state.outdated:
+        state = assemble(module)
+    group: ParamGroup | None = module.__dict__.get(GROUP)
+    try:
+        if group is None:
+            return state.pre_root_forward(called, args, kwargs)
+        args, kwargs, forward = state.pre_forward(group, args, kwargs)
+        return args, kwargs, partial(state.post_forward, group, forward)
+    except Exception:
+        state.interrupted = True
+        raise
+
+
+def install_hooks(
+    module: nn.Module, assemble: Callable[[nn.Module], FSDPState], part: nn.Module | None = None
+) -> list[Any]:
+    """Run ``pre_forward_of`` around every forward of ``module``, or around those of a ``part`` of it that are called
+    from outside of that; return the handles of the hooks."""
+    hooked = module if part is None else part
+
+    def pre_forward(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        finish = None
+        if part is None or not _shows_weights(module):
+            args, kwargs, finish = pre_forward_of(module, hooked, assemble, args, kwargs)
+        module.__dict__[STATE].entered.setdefault(hooked, []).append(finish)
+        return args, kwargs
+
+    def post_forward(_: nn.Module, __: Any, output: Any) -> Any:
+        state: FSDPState | None = module.__dict__.get(STATE)
+        if (error := sys.exc_info()[1]) is not None and state is not None:
+            _explain_gated_write(error)
+            state.drop_interrupted()  # an earlier forward may have been interrupted before this one was entered
+        if state is None or not state.entered.get(hooked):
+            return output  # a hook, perhaps ``pre_forward``, has raised before this forward was entered
+        finish = state.entered[hooked].pop()
+        return output if finish is None else finish(output)
+
+    # The first hook runs before all others, so that they see unsharded weights; the last also after an exception.
+    return [
+        hooked.register_forward_pre_hook(_uncompiled(pre_forward, part is not None), prepend=True, with_kwargs=True),
+        hooked.register_forward_hook(_uncompiled(post_forward, part is not None), always_call=True),
+    ]
+
+
+def _shows_weights(module: nn.Module) -> bool:
+    """Return whether weights are in place: within a forward of the sharded ``module``, or ``whole_parameters``."""
+    state: FSDPState | None = module.__dict__.get(STATE)
+    if state is None:
+        return False
+    state.drop_interrupted()
+    group: ParamGroup | None = module.__dict__.get(GROUP)
+    # weights that unshard() put in place do not count: a call needs its gates all the same
+    is_inside = state.iteration is not None if group is None else len(group.registered) > group.registers_held
+    return is_inside or not state.params[0].is_held
+
+
+def _explain_gated_write(error: BaseException) -> None:
+    """Explain ``error``, which ends a forward, if autograd has refused a write to a tensor that came through a gate."""
+    if isinstance(error, RuntimeError) and str(error).startswith("Output ") and "GateGradFlow" in str(error):
+        error.args = (
+            "the forward of a sharded module has written in place to one of its inputs, or to a small parameter (a "
+            "norm's, a bias): write x = x + y in place of x += y, and change parameters outside of the forward. "
+            f"Autograd says: {error}",
+        )
+
+
+def _uncompiled(hook: Callable[..., Any], traced: bool) -> Callable[..., Any]:
+    """Return ``hook`` kept out of compiled graphs: they continue without it if ``traced``, else they break there.
+
+    ``torch.compiler.disable`` runs only while something is compiled: its own cost is that of a hook.
+    """
+    disabled: Callable[..., Any] = torch.compiler.disable(hook)
+
+    def call(*args: Any) -> Any:
+        if traced and torch.compiler.is_compiling():
+            return None
+        if torch.compiler.is_compiling() or get_eval_frame_callback() is not None:
+            return disabled(*args)
+        return hook(*args)
+
+    setattr(call, OF_ENGINE, True)
+    # module.compile() compiles hooks by themselves; ``skip`` excludes ``call`` and not the functions that it calls
+    return call if traced else torch._dynamo.decorators.skip(call)

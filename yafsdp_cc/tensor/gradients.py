@@ -1,0 +1,108 @@
+"""Gradients that autograd brings to sharded parameters outside of the engine, combined over data-parallel ranks."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import Partial
+
+from yafsdp_cc.forms.subclasses import as_plain
+from yafsdp_cc.ranks.mesh import all_groups, all_reduce_over, reduce_scatter_single, to_mesh_device
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from yafsdp_cc.engine.layout import ShardSpec
+
+GradReduction: TypeAlias = Literal["mean", "sum", "same"]
+"""How the data-parallel ranks' gradients are combined; "same": they are equal, and each rank uses its own."""
+
+
+def reduction_of(spec: ShardSpec, placements: Sequence[Any] | None) -> GradReduction:
+    """Return how gradients are combined whose ``grad_placements`` are these.
+
+    Raises:
+        NotImplementedError: a reduction other than a sum or mean.
+    """
+    found = () if placements is None else placements[: spec.mesh.ndim]  # placements of tensor parallelism come last
+    kinds = {each.reduce_op if isinstance(each, Partial) else "same" for each in found}
+    partial = kinds - {"same"}
+    if partial - {"sum", "avg"} or len(partial) > 1:
+        raise NotImplementedError(f"grad_placements={placements} of {spec}: pass Replicate(), Partial() or nothing")
+    return "sum" if partial == {"sum"} else "same" if kinds == {"same"} else "mean"
+
+
+def _sum_dtype(grad: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(grad.dtype, torch.float32)
+
+
+def reduced(
+    spec: ShardSpec, grad: torch.Tensor, groups: Sequence[dist.ProcessGroup], reduction: GradReduction
+) -> torch.Tensor:
+    """Return the mean or sum of gradients over ``groups``, contiguous."""
+    world = math.prod(group.size() for group in groups)
+    if world == 1 or reduction == "same":
+        return grad.contiguous()
+    total = grad.to(_sum_dtype(grad), copy=True, memory_format=torch.contiguous_format)
+    all_reduce_over(groups, total, dist.ReduceOp.SUM, spec.mesh)
+    return (total / world if reduction == "mean" else total).to(grad.dtype)
+
+
+def own_part(spec: ShardSpec, whole: torch.Tensor, reduction: GradReduction) -> torch.Tensor:
+    """Return this rank's elements of the mean or sum over data-parallel ranks of gradients of ``global_shape``."""
+    whole = as_plain(whole)
+    part = whole if spec.tensor_parallel is None else spec.tensor_parallel.local_of(whole)
+    groups = all_groups(spec.mesh)
+    if spec.bounds is None or reduction == "same" or groups[0].size() == 1:
+        return reduced(spec, spec.local_of(part), groups, reduction)
+    # backends reduce to chunks of one size: pad to the widest
+    ranges = list(pairwise(spec.bounds))
+    widest = max(stop - start for start, stop in ranges)
+    flat = to_mesh_device(part.reshape(-1), spec.mesh)
+    padded = flat.new_zeros((len(ranges), widest), dtype=_sum_dtype(flat))
+    for row, (start, stop) in zip(padded, ranges, strict=True):
+        row[: stop - start] = flat[start:stop]
+    own = padded.new_empty(widest)
+    reduce_scatter_single(own, padded.view(-1), group=groups[0])
+    own = own[: math.prod(spec.local_shape)].view(spec.local_shape)
+    if reduction == "mean":
+        own /= groups[0].size()
+    return reduced(spec, own, groups[1:], reduction).to(whole)
+
+
+def plain_grad(spec: ShardSpec, grad: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a plain gradient of ``global_shape``: its elements of the mean over ranks, or the mean
+    of one number if all elements are that number, as behind a sum."""
+    if not any(grad.stride()):
+        return _means.of(spec, grad.as_strided((), ()))
+    return own_part(spec, grad, "mean")
+
+
+class _Means:
+    """Caches means over ranks of gradients that are one number in all elements, such as the factor of a penalty.
+
+    The terms of a sum over all parameters get the same number, the same tensor: its mean is computed once per backward.
+    """
+
+    def __init__(self) -> None:
+        self._task = -1
+        self._known: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def of(self, spec: ShardSpec, number: torch.Tensor) -> torch.Tensor:
+        """Return the mean of a 0-d tensor over ranks. A collective of the mesh, unless the mean is in the cache."""
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self._task, self._known = task, {}
+        key = (spec.mesh, number.data_ptr(), number.dtype, number._version)
+        if key not in self._known:
+            precise = number.double()  # in fp64 the mean of equal numbers is that number
+            mean = reduced(spec, precise, all_groups(spec.mesh), "mean").to(number.dtype)
+            self._known[key] = (number, mean)  # keep ``number`` alive, or another tensor could get its address
+        return self._known[key][1]
+
+
+_means = _Means()
