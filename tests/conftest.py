@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests import ranks
 from tests.soak import SOAK
 
 torch.set_num_threads(1)  # threads that an operation has started here would not be there in a forked rank
@@ -123,3 +124,9 @@ def _take_huge_pages() -> None:
 def pytest_unconfigure() -> None:
     """Show it again: triton, where it is there, would print what it holds at the end as leaked."""
     gc.unfreeze()
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """End the ranks of a file with its last test."""
+    if nextitem is None or _file_of(nextitem) != _file_of(item):
+        ranks.end_of_file()
