@@ -4,18 +4,23 @@ before does not run the next test there."""
 from __future__ import annotations
 
 import logging
+import resource
+import signal
 import sys
 from types import ModuleType
 from typing import Any
 
 import torch
 import torch.autograd.graph
+import torch.distributed as dist
 import torch.futures
+from torch.distributed.tensor import DTensor
 from torch.nn.modules import module as nn_module
+from torch.optim import optimizer
 from torch.utils import _python_dispatch
 
 PACKAGES = ("yafsdp_cc", "bench")
-"""Of all their modules, what is looked at are all names, and those of their classes."""
+"""All names of their modules are looked at, and those of their classes."""
 MODULES = (
     "os",
     "socket",
@@ -25,6 +30,7 @@ MODULES = (
     "torch.autograd",
     "torch.autograd.graph",
     "torch.cuda",
+    "torch.cuda.profiler",
     "torch.distributed",
     "torch.distributed.distributed_c10d",
     "torch.distributed.tensor._random",
@@ -32,7 +38,15 @@ MODULES = (
     "torch.nn.functional",
     "torch.nn.utils",
 )
-CLASSES = (torch.Tensor, torch.nn.Parameter, torch.optim.Optimizer, torch.autograd.Function)
+CLASSES = (
+    torch.Tensor,
+    torch.nn.Parameter,
+    torch.optim.Optimizer,
+    torch.autograd.Function,
+    dist.ProcessGroup,
+    dist.Work,
+    DTensor,
+)
 CHANGING = {"_backend", "_group_count", "__slotnames__", "step"}
 """Names that are meant to change: torch wraps ``step`` of an optimizer's class when its first object is made."""
 
@@ -87,8 +101,10 @@ def _settings() -> dict[str, Any]:
         "dispatch modes": _python_dispatch._get_current_dispatch_mode_stack(),
         "global hooks": [
             len(each)
-            for name, each in vars(nn_module).items()
+            for name, each in (*vars(nn_module).items(), *vars(optimizer).items())
             if name.startswith("_global_") and isinstance(each, dict)
         ],
+        "limits": [resource.getrlimit(which) for which in (resource.RLIMIT_FSIZE, resource.RLIMIT_AS)],
+        "signals": [signal.getsignal(number) for number in range(1, signal.NSIG)],
         "log": (log.level, log.propagate, log.disabled, tuple(log.handlers), tuple(log.filters)),
     }
