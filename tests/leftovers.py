@@ -16,7 +16,6 @@ import torch.distributed as dist
 import torch.futures
 from torch.distributed.tensor import DTensor
 from torch.nn.modules import module as nn_module
-from torch.optim import optimizer
 from torch.utils import _python_dispatch
 
 PACKAGES = ("yafsdp_cc", "bench")
@@ -101,7 +100,7 @@ def _settings() -> dict[str, Any]:
         "dispatch modes": _python_dispatch._get_current_dispatch_mode_stack(),
         "global hooks": [
             len(each)
-            for name, each in (*vars(nn_module).items(), *vars(optimizer).items())
+            for name, each in vars(nn_module).items()
             if name.startswith("_global_") and isinstance(each, dict)
         ],
         "limits": [resource.getrlimit(which) for which in (resource.RLIMIT_FSIZE, resource.RLIMIT_AS)],
