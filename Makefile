@@ -14,9 +14,9 @@ PIN := $(VENV)/torch-pin.txt
 # What is installed, by TORCH: asking for another one starts over.
 INSTALLED := $(VENV)/installed-$(shell echo '$(TORCH)' | cksum | cut -d ' ' -f 1)
 
-# Three files of tests at a time: most tests leave half of two cores idle. A test that fails alone: pytest tests/FILE.py.
+# Four files of tests at a time: ranks that wait for each other leave cores idle. A test that fails alone: pytest tests/FILE.py.
 # tests/conftest.py puts files in order.
-FILES_AT_ONCE := -n 3 --dist loadfile --no-loadscope-reorder
+FILES_AT_ONCE := -n 4 --dist loadfile --no-loadscope-reorder
 PYTEST = $(VENV)/bin/python -m pytest $(FILES_AT_ONCE)
 
 # Each worker and each process that tests start would compile the package anew, and each worker all tests, too.

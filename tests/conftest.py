@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests import ranks
 from tests.soak import SOAK
 
 torch.set_num_threads(1)  # threads that an operation has started here would not be there in a forked rank
@@ -38,7 +39,11 @@ FIRST = (
     "tests/fully_shard/test_frameworks.py",
     "tests/fully_shard/test_programs.py",
     "tests/test_tensor_parallel.py",
+    "tests/training/test_writes.py",
+    "tests/engine/test_streams.py",
     "tests/bench/test_launches.py",
+    "tests/checkpoint/test_resume.py",
+    "tests/optim/test_schedules.py",
     "tests/bench/test_gpu_rehearsal.py",
     "tests/training/test_skipping.py",
     "tests/integrations/test_titan.py",
@@ -46,6 +51,7 @@ FIRST = (
     "tests/compression/test_delta.py",
     "tests/replicas/test_checkpoints.py",
     "tests/compression/test_set_codec.py",
+    "tests/test_offload.py",
     "tests/cli/test_demo.py",
     "tests/fully_shard/test_spmd.py",
     "tests/compression/test_fsdp2.py",
@@ -58,11 +64,12 @@ FIRST = (
     "tests/checkpoint/test_state_dicts.py",
     "tests/pipelining/test_sharded.py",
     "tests/bench/test_engine_bench.py",
-    "tests/bench/test_optimizers_bench.py",
-    "tests/bench/test_muon_bench.py",
     "tests/compression/test_decode_fuzz.py",
     "tests/integrations/test_transformers.py",
     "tests/optim/test_sgd.py",
+    "tests/checkpoint/test_matrix.py",
+    "tests/test_names.py",
+    "tests/netlab/test_docs.py",
     "tests/replicas/test_membership.py",
     "tests/server/test_server.py",
 )
@@ -123,3 +130,9 @@ def _take_huge_pages() -> None:
 def pytest_unconfigure() -> None:
     """Show it again: triton, where it is there, would print what it holds at the end as leaked."""
     gc.unfreeze()
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """End the ranks of a file with its last test."""
+    if nextitem is None or _file_of(nextitem) != _file_of(item):
+        ranks.end_of_file()

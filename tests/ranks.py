@@ -2,8 +2,12 @@
 
 ``on_ranks(2, body, *args)`` does the same within a test that goes on with the results, or starts several groups. With
 another ``backend`` ranks are spawned, and each takes a GPU, the same one where there are too few, which NCCL is told to
-bear; they stay for the tests after this one, each in a new group, since a start takes longer than most tests. A rank
-that raises ends the others, and the test fails with that rank's traceback; a hang fails within ``timeout`` seconds.
+bear. A rank that raises ends the others, and the test fails with that rank's traceback; a hang fails within ``timeout``
+seconds.
+
+Ranks stay for the tests after this one, each in a new group: what a process does for the first time takes longer than
+most tests. Forked ones serve one file. They end with a test that fails or leaves anything behind (``tests.leftovers``),
+and other ones are forked where this process is not as it was, where a body cannot be pickled, or by ``fresh=True``.
 
 The parent imports torch and computes nothing: threads do not survive a fork. (A worker of pytest-xdist has one thread
 besides, which waits for messages of its controller and holds no lock that a rank takes.)
@@ -20,10 +24,12 @@ import inspect
 import itertools
 import multiprocessing
 import os
+import pickle
 import sys
 import tempfile
 import time
 import traceback
+import warnings
 from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import wait
@@ -33,9 +39,12 @@ import torch
 import torch._dynamo  # by the optimizers
 import torch.distributed as dist
 import torch.distributed.checkpoint.state_dict
+from torch.distributed.tensor import _redistribute
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 import tests.internals  # noqa: F401 - by the first operation on a sharded parameter
 import yafsdp_cc.api  # noqa: F401 - by the first of yafsdp_cc's names
+from tests.leftovers import Before
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -46,7 +55,12 @@ class RankError(AssertionError):
 
 
 def ranks(
-    world: int | str, *, timeout: float = 240.0, patience: float | None = None, backend: str = ""
+    world: int | str,
+    *,
+    timeout: float = 240.0,
+    patience: float | None = None,
+    backend: str = "",
+    fresh: bool = False,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Run the body of a test on so many ranks of one group, each with the test's own arguments.
 
@@ -55,6 +69,7 @@ def ranks(
         timeout: seconds until the test fails.
         patience: seconds that a collective waits; None for as long as the whole test.
         backend: of the process group; gloo on forked ranks if empty, else ranks are spawned.
+        fresh: whether ranks are forked for this test alone.
     """
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
@@ -62,7 +77,8 @@ def ranks(
         def test(**arguments: Any) -> None:
             count = arguments[world] if isinstance(world, str) else world
             # A spawned rank finds a function by its name, which is the decorated one's.
-            on_ranks(count, _body_of, test, arguments, timeout=timeout, patience=patience, backend=backend)
+            settings: Any = {"timeout": timeout, "patience": patience, "backend": backend, "fresh": fresh}
+            on_ranks(count, _body_of, test, arguments, **settings)
 
         return test
 
@@ -80,6 +96,7 @@ def on_ranks(
     timeout: float = 240.0,
     patience: float | None = None,
     backend: str = "",
+    fresh: bool = False,
 ) -> list[Any]:
     """Run ``body(*args)`` on ``world`` ranks of one group; its picklable results, in rank order.
 
@@ -89,6 +106,8 @@ def on_ranks(
     if backend:
         spawned = _SpawnedRanks.idle.pop(world, None) or _SpawnedRanks(world)
         return spawned.run((patience, body, args, backend), timeout)
+    if not fresh and (job := _pickled(body, args)) is not None:
+        return _ForkedRanks.of(world).run((patience, job), timeout)
     with tempfile.TemporaryDirectory() as folder:
         started = [_start("fork", _rank, rank, world, folder, patience, body, args) for rank in range(world)]
         try:
@@ -104,15 +123,18 @@ SPAWN = "spawn"
 class _SpawnedRanks:
     """Ranks that run one body after another."""
 
-    idle: ClassVar[dict[int, _SpawnedRanks]] = {}
+    idle: ClassVar[dict[int, Any]] = {}
     """Those that wait for a body, by how many they are."""
 
     def __init__(self, world: int) -> None:
         self._folder = tempfile.TemporaryDirectory()  # with the stores of all groups; NCCL's threads read them
-        self._started = [_start(SPAWN, _serve, rank, world, self._folder.name) for rank in range(world)]
+        self._started = self._start(world)
         self.world = world
 
-    def run(self, job: tuple[Any, ...], timeout: float) -> list[Any]:
+    def _start(self, world: int) -> list[tuple[Any, Any]]:
+        return [_start(SPAWN, _serve, rank, world, self._folder.name) for rank in range(world)]
+
+    def run(self, job: Any, timeout: float) -> list[Any]:
         results = None
         try:
             for pipe, _ in self._started:
@@ -123,6 +145,47 @@ class _SpawnedRanks:
                 _end(self._started)
         self.idle[self.world] = self
         return results
+
+
+class _ForkedRanks(_SpawnedRanks):
+    """Ranks that run one body after another of a file."""
+
+    idle: ClassVar[dict[int, Any]] = {}
+
+    @classmethod
+    def of(cls, world: int) -> _ForkedRanks:
+        """Return ranks forked from a process that was like this one is now."""
+        found = cls.idle.pop(world, None)
+        if found is not None and found._before.changes():
+            _end(found._started)
+            found = None
+        return found or cls(world)
+
+    def _start(self, world: int) -> list[tuple[Any, Any]]:
+        self._before = Before()
+        return [_start("fork", _keep, rank, world, self._folder.name) for rank in range(world)]
+
+    def run(self, job: Any, timeout: float) -> list[Any]:
+        found = super().run((*job, dict(os.environ), os.getcwd()), timeout)
+        if any(left for _, left in found):
+            del self.idle[self.world]
+            _end(self._started)
+        return [result for result, _ in found]
+
+
+def end_of_file() -> None:
+    """End the ranks that have served a file of tests."""
+    while _ForkedRanks.idle:
+        _, ranks = _ForkedRanks.idle.popitem()
+        _end(ranks._started)
+
+
+def _pickled(*job: Any) -> bytes | None:
+    """Return what ranks that are there are sent; None if that cannot be."""
+    try:
+        return pickle.dumps(job)
+    except Exception:  # of any class: what is pickled says so
+        return None
 
 
 def _start(method: str, target: Callable[..., None], *args: Any) -> tuple[Any, Any]:
@@ -166,6 +229,37 @@ def _rank(pipe: Any, rank: int, world: int, folder: str, patience: float, body: 
     gc.freeze()
     _run(pipe, rank, world, os.path.join(folder, "store"), patience, body, args, "gloo")
     multiprocessing.parent_process().join()  # type: ignore[union-attr]
+
+
+def _keep(pipe: Any, rank: int, world: int, folder: str) -> None:
+    """Run one body after another, and send what each has left behind, too."""
+    gc.freeze()
+    before, parent = Before(), multiprocessing.parent_process()
+    for count in itertools.count():
+        if pipe not in wait([pipe, parent.sentinel]):  # type: ignore[union-attr] # the parent has ended
+            return
+        patience, job, environment, place = pipe.recv()
+        if dist.is_initialized():  # only now: the other ranks may have needed it until all were done
+            _forget_group()
+        os.environ.clear()
+        os.environ.update(environment)
+        os.chdir(place)
+        file = os.path.join(folder, str(count))
+        with warnings.catch_warnings():
+            _run(pipe, rank, world, file, patience, _watched, (job, before), "gloo")
+
+
+def _watched(job: bytes, before: Before) -> tuple[Any, list[str]]:
+    body, args = pickle.loads(job)
+    return body(*args), before.changes()
+
+
+def _forget_group() -> None:
+    """Leave the group, with what knows its ranks by their numbers: the next one's have the same."""
+    dist.destroy_process_group()
+    _clear_sharding_prop_cache()
+    getattr(_redistribute, "clear_redistribute_planner_cache", int)()  # torch before 2.13 may have none
+    gc.collect()
 
 
 def _serve(pipe: Any, rank: int, world: int, folder: str) -> None:

@@ -40,9 +40,9 @@ from tests.soak import SOAK
 from tests.streams import streams
 from yafsdp_cc.optim import OneBitAdam, OneBitLamb, OneBitSGD, ZeroOneAdam
 
-BATCH = 28
+BATCH = 18
 """Programs of one test."""
-WORLDS = 16 * (1,) + 11 * (2,) + (4,)
+WORLDS = 10 * (1,) + 7 * (2,) + (4,)
 """Ranks of each."""
 FAMILY: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "1-bit adam": (OneBitAdam, {"warmup_steps": 1, "refreshes": 1}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import sys
@@ -236,6 +237,7 @@ def test_the_command_takes_a_run_file_which_flags_overrule(tmp_path: Path) -> No
 
 @ranks(1)
 def test_the_largest_batch_fits_and_the_next_one_does_not() -> None:
+    @functools.cache
     def activations(batch: int) -> Any:
         return probe(subject_of("demo", batch, 64), BF16).activations
 

@@ -39,7 +39,7 @@ from tests.soak import SOAK
 
 def _seeds() -> range:
     first, _, last = SOAK.partition("-")
-    return range(int(first), int(last) + 1) if last else range(int(first or 12))
+    return range(int(first), int(last) + 1) if last else range(int(first or 8))
 
 
 def scenario(seed: int, world: int = 0) -> dict[str, Any]:

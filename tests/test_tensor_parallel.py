@@ -47,7 +47,7 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
         self.norm = nn.LayerNorm(WIDTH)
 
     def forward(self, tokens: Tensor) -> Tensor:

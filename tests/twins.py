@@ -63,12 +63,16 @@ def same_gradients(model: nn.Module, truth: Means, within: float = 0.0) -> None:
     assert not wrong, wrong
 
 
-def same_weights(model: nn.Module, plain: nn.Module, within: float = 0.0) -> None:
+def same_weights(model: nn.Module, plain: nn.Module, within: float = 0.0) -> Means:
+    """Compare the whole weights, and return them."""
+    weights: Means = {}
     for name, parameter in model.named_parameters():
-        found, truth = whole(parameter.detach()), plain.get_parameter(name).detach()
+        weights[name] = found = whole(parameter.detach())
+        truth = plain.get_parameter(name).detach()
         if found.is_floating_point() and found.itemsize == 1:  # torch compares those bit by bit alone
             found, truth = found.float(), truth.float()
         torch.testing.assert_close(found, truth, rtol=within, atol=within, msg=name)
+    return weights
 
 
 def step_both(model: nn.Module, plain: nn.Module, truth: Means, optimizers: list[torch.optim.Optimizer]) -> None:
@@ -111,9 +115,8 @@ def trains_on(model: nn.Module, plain: nn.Module, loss: Loss, steps: list[list[A
 
 def reload(plain: nn.Module, model: nn.Module) -> None:
     """The sharded weights into the plain model, so that a last bit of rounding does not pile up."""
-    same_weights(model, plain, within=1e-5)
-    for name, parameter in model.named_parameters():
-        plain.get_parameter(name).data.copy_(whole(parameter.detach()))
+    for name, found in same_weights(model, plain, within=1e-5).items():
+        plain.get_parameter(name).data.copy_(found)
 
 
 def agrees(model: nn.Module, plain: nn.Module, x: Tensor, within: float = 1e-6) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import runpy
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.command import forked
 from tests.soak import also
 
 BENCH = Path(__file__).resolve().parents[2] / "bench" / "engine.py"
@@ -20,7 +22,8 @@ def test_one_round_of_a_tiny_model(tmp_path: Path, precision: str, suffix: str) 
     out = tmp_path / "figures.json"
     command = [sys.executable, str(BENCH), "--models", "tiny", "--precision", precision, "--rounds", "1"]
     command += ["--contestants", "fsdp2,yafsdp_cc", "--json", str(out)]
-    printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    run = functools.partial(subprocess.run, check=True, capture_output=True, text=True)
+    printed = run(command, preexec_fn=forked(command)).stdout
     assert max(map(len, printed.splitlines())) <= 110
     assert "overhead" in printed
 

@@ -25,6 +25,7 @@ from bench import worlds
 from bench.gpu import flight as flights
 from bench.gpu.prepare import PACKAGES
 from bench.models import GPT
+from tests.cli.command import forked
 from tests.internals import has_native_kernels
 from tests.soak import LONG
 
@@ -34,7 +35,8 @@ WITH_KERNELS = pytest.mark.skipif(not has_native_kernels(), reason="the native e
 
 def run(*command: str, check: bool = True, **env: str) -> subprocess.CompletedProcess[str]:
     variables = {**os.environ, "PYTHONPATH": str(ROOT), "YAFSDP_SOAK": "", **env}
-    done = subprocess.run([*command], cwd=ROOT, capture_output=True, text=True, env=variables)
+    become = forked(command, variables) if command[1] == "-c" else None
+    done = subprocess.run([*command], cwd=ROOT, capture_output=True, text=True, env=variables, preexec_fn=become)
     assert not check or done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     return done
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import runpy
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.command import forked
 from tests.internals import has_native_kernels
 
 BENCH = Path(__file__).resolve().parents[2] / "bench" / "kernels.py"
@@ -19,7 +21,9 @@ BENCH = Path(__file__).resolve().parents[2] / "bench" / "kernels.py"
 def test_one_round_of_a_few_elements(tmp_path: Path) -> None:
     out = tmp_path / "figures.json"
     command = [sys.executable, str(BENCH), "--elements", "8192", "--rounds", "1", "--codecs", "onebit,topk"]
-    printed = subprocess.run([*command, "--json", str(out)], check=True, capture_output=True, text=True).stdout
+    command += ["--json", str(out)]
+    run = functools.partial(subprocess.run, check=True, capture_output=True, text=True)
+    printed = run(command, preexec_fn=forked(command)).stdout
     assert max(map(len, printed.splitlines())) <= 110
     written = json.loads(out.read_text())
     assert {"command", "date", "torch", "cpu", "instructions"} <= written["about"].keys()

@@ -2,33 +2,50 @@
 
 from __future__ import annotations
 
-import subprocess
+import io
 import sys
-from pathlib import Path
+import warnings
+from contextlib import redirect_stdout
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from bench import kernel_counts
-from bench.launches import WAYS, Counts, Row, excesses
-from tests.soak import also
+from bench import kernel_counts, launches
+from bench.launches import SHAPES, WAYS, Counts, Row, excesses, row_of
+from tests.ranks import on_ranks
+from tests.soak import SOAK, also
 
-BENCH = Path(__file__).parents[2] / "bench" / "launches.py"
+OF_MORE_RANKS = ("exact", "hpz", "int8")
+"""Ways whose code is not that of another, or of torch, but for what the number of ranks does not change."""
 
 
-@pytest.mark.parametrize("worlds", [("8", "16"), also(("64", "1024"))])
-def test_launches_are_within_their_bounds_whatever_the_number_of_ranks(worlds: tuple[str, ...]) -> None:
-    # In a process of its own: torch has one default process group.
-    command = [sys.executable, str(BENCH), "--shapes", "tiny", "--worlds", *worlds]
-    run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
-    assert run.returncode == 0, run.stdout + run.stderr
+def printed(*flags: str) -> str:
+    """Run the bench, which makes process groups of its own, in this rank."""
+    dist.destroy_process_group()
+    with mock.patch.object(sys, "argv", ["launches.py", *flags]), redirect_stdout(io.StringIO()) as out:
+        assert launches.main() == 0, out.getvalue()
+    return out.getvalue()
+
+
+def rows_of(world: int) -> list[Row]:
+    dist.destroy_process_group()
+    warnings.simplefilter("ignore")
+    return [row_of(way, SHAPES["tiny"], world) for way in (WAYS if SOAK else OF_MORE_RANKS)]
+
+
+@pytest.mark.parametrize("others", [(16,), also((64, 1024))])
+def test_launches_are_within_their_bounds_whatever_the_number_of_ranks(others: tuple[int, ...]) -> None:
+    table = on_ranks(1, printed, "--shapes", "tiny", "--worlds", "8")[0]
     # But for the check, the last column, which takes in as many messages as there are up to a bound.
-    lines = [line.split() for line in run.stdout.splitlines()]
-    first, *others = ([list(map(int, line[3:-1])) for line in lines if line[1:2] == [world]] for world in worlds)
-    assert len(first) == len(WAYS)
-    for rows in others:  # shards as small as these have padding to be zeroed: one kernel
-        for row, before in zip(rows, first, strict=True):
-            assert all(0 <= count - least <= 1 for count, least in zip(row, before, strict=True)), (row, before)
+    lines = {words[2]: [int(word) for word in words[3:-1]] for words in map(str.split, table.splitlines()[1:]) if words}
+    assert lines.keys() == WAYS.keys()
+    first = [lines[way] for way in (WAYS if SOAK else OF_MORE_RANKS)]
+    for world in others:  # shards as small as these have padding to be zeroed: one kernel
+        for row, before in zip(on_ranks(1, rows_of, world)[0], first, strict=True):
+            counts = [*row.block, *row.rest]
+            assert all(0 <= count - least <= 1 for count, least in zip(counts, before, strict=True)), (row, before)
 
 
 def test_what_exceeds_its_bound_is_named() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.command import forked
 from yafsdp_cc.tools.netlab import Lab, Unavailable
 
 BENCH = Path(__file__).resolve().parents[2] / "bench" / "muon.py"
@@ -22,7 +23,8 @@ def test_one_round_of_a_tiny_model(tmp_path: Path) -> None:
         pytest.skip(f"this machine has no network namespaces: {error}")
     out = tmp_path / "figures.json"
     command = [sys.executable, str(BENCH), "--model", "tiny", "--ranks", "2", "--bandwidth", "unshaped"]
-    subprocess.run([*command, "--rounds", "1", "--json", str(out)], check=True, capture_output=True)
+    command += ["--rounds", "1", "--json", str(out)]
+    subprocess.run(command, check=True, capture_output=True, preexec_fn=forked(command))
     found = {each["what"]: each for each in json.loads(out.read_text())["figures"]}
     assert len(found) == 6
     muon, adamw = found["yafsdp_cc, Muon, ns_dtype=fp32"], found["yafsdp_cc, AdamW"]

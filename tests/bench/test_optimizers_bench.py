@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.command import forked
 from tests.internals import has_native_kernels
 
 BENCH = Path(__file__).resolve().parents[2] / "bench" / "optimizers.py"
@@ -18,7 +19,8 @@ BENCH = Path(__file__).resolve().parents[2] / "bench" / "optimizers.py"
 def test_one_round_of_small_matrices(tmp_path: Path) -> None:
     out = tmp_path / "figures.json"
     command = [sys.executable, str(BENCH), "--layers", "2", "--width", "64", "--rounds", "1", "--threads", "1"]
-    subprocess.run([*command, "--json", str(out)], check=True, capture_output=True)
+    command += ["--json", str(out)]
+    subprocess.run(command, check=True, capture_output=True, preexec_fn=forked(command))
     figures = json.loads(out.read_text())["figures"]
     assert {each["kind"] for each in figures} == {"update", "step"}
     assert all(each["ms"] > 0 and each["of_adamw"] > 0 for each in figures)

@@ -16,7 +16,7 @@ import pytest
 import torch.distributed as dist
 
 import yafsdp_cc.tools.cli as cli
-from tests.cli.command import started, wait_for_line, yafsdp_cc
+from tests.cli.command import forking, started, wait_for_line, yafsdp_cc
 from tests.ranks import ranks
 from tests.soak import LONG, also
 from yafsdp_cc.tools.demo import data, train
@@ -94,7 +94,7 @@ def test_too_little_text_is_told_in_one_line(tmp_path: Path, monkeypatch: pytest
 def test_ctrl_c_stops_it_in_the_middle(tmp_path: Path, whole_group: bool) -> None:
     text = tmp_path / "text"
     text.write_bytes(bytes(range(256)) * 64)
-    with started("demo", f"--text={text}", folder=tmp_path) as process:
+    with started("demo", f"--text={text}", folder=tmp_path, main=forking) as process:
         assert "15,360 bytes of text to train on, 1,024 held out" in wait_for_line(process, "step    1/")
         time.sleep(0.3)
         if whole_group:

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.command import ROOT, children_of, started, wait_for_line, yafsdp_cc
+from tests.cli.command import ROOT, children_of, forking, started, wait_for_line, yafsdp_cc
 from tests.soak import LONG, also
 from yafsdp_cc.config import Setting
 from yafsdp_cc.tools.cli import launch
@@ -171,7 +171,7 @@ found = store.check(["left behind"])
 store.set("left behind", "")
 raise ValueError(f"attempt {attempt}" + " sees what the one before it has left" * found)
 """
-    ran = yafsdp_cc("launch", flags, "--max-restarts=1", script(tmp_path, body), folder=tmp_path)
+    ran = yafsdp_cc("launch", flags, "--max-restarts=1", script(tmp_path, body), folder=tmp_path, main=forking)
     assert ran.returncode == 1
     assert ran.stderr.count("\nValueError: attempt 0\n") == 1
     assert ran.stderr.count("\nValueError: attempt 1\n") == 1
@@ -192,7 +192,7 @@ def test_training_goes_on_bit_for_bit_when_ranks_are_killed(tmp_path: Path, seed
     # When: at a line that rank 0 prints, and some time after it. Without a seed: two steps after a checkpoint.
     at = [6] if seed is None else sorted(chance.sample(range(1, 13), kills))
     losses: dict[int, str] = {}
-    with started(*TWO, f"--max-restarts={kills}", EXAMPLE, folder=tmp_path) as process:
+    with started(*TWO, f"--max-restarts={kills}", EXAMPLE, folder=tmp_path, main=forking) as process:
         assert process.stdout is not None
         for line in process.stdout:
             if not line.startswith("step"):
@@ -213,7 +213,7 @@ def test_training_goes_on_bit_for_bit_when_ranks_are_killed(tmp_path: Path, seed
 def undisturbed() -> dict[int, str]:
     """The losses of the same program when nobody kills it."""
     with tempfile.TemporaryDirectory() as folder:
-        ran = yafsdp_cc(*TWO, EXAMPLE, folder=Path(folder))
+        ran = yafsdp_cc(*TWO, EXAMPLE, folder=Path(folder), main=forking)
     return {int(line.split()[1]): line.split()[3] for line in ran.stdout.splitlines()}
 
 
@@ -308,7 +308,7 @@ if rank == 0:  # the other one does without torch: importing it takes seconds
     say(f"{yafsdp_cc.plan_of(model)}")
 """
     flags = ["--config=run.yaml", "--set=shard.separate_reduce_group=true"]
-    ran = yafsdp_cc("launch", *flags, alone(tmp_path, body), folder=tmp_path)
+    ran = yafsdp_cc("launch", *flags, alone(tmp_path, body), folder=tmp_path, main=forking)
     assert ran.returncode == 0, ran.stderr
     settings, told = ran.stdout.split("\n", 1)
     assert "2 units on 1 rank" in told
@@ -373,7 +373,7 @@ def test_a_time_out_names_the_last_collectives_and_where_ranks_were(tmp_path: Pa
     train = script(tmp_path, body)
     seconds = "timeout=__import__('datetime').timedelta(seconds=4)"
     train.write_text(train.read_text().replace('"gloo"', f'"gloo", {seconds}'))
-    ran = yafsdp_cc(*TWO, train, folder=tmp_path)
+    ran = yafsdp_cc(*TWO, train, folder=tmp_path, main=forking)
     assert ran.returncode == 1
     assert "rank 0 failed first: RuntimeError" in ran.stderr
     assert "in hangs" in log(tmp_path, 1)

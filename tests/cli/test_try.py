@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.command import yafsdp_cc
+from tests.cli.command import forking, yafsdp_cc
 from tests.soak import LONG
 from yafsdp_cc.tools import cli
 from yafsdp_cc.tools.cli.try_ import Comparison, Row
@@ -42,7 +42,7 @@ def test_figures_are_those_of_the_script_by_itself(tmp_path: Path) -> None:
     """A script that imports torch's ``fully_shard`` and has an optimizer that OneBitAdam does not replace."""
     (tmp_path / "train.py").write_text(SCRIPT)
     flags = ("--rounds=1", "--steps=4", "--settings=fsdp2,exact,OneBitAdam")
-    ran = yafsdp_cc("try", *flags, "--nproc-per-node=2", "train.py", folder=tmp_path)
+    ran = yafsdp_cc("try", *flags, "--nproc-per-node=2", "train.py", folder=tmp_path, main=forking)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     found = json.loads((tmp_path / "runs/try/figures.json").read_text())
     rows = {each["name"]: each for each in found["rows"]}

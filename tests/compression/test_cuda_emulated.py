@@ -64,10 +64,10 @@ def elements(name: str, block: int) -> int:
 
 
 def some(name: str, values: Sequence[Any], turn: int) -> list[tuple[int, Any]]:
-    """Number ``values``, and return all of them; for topk, whose least tile is large, but each third from ``turn`` on
-    outside of ``make soak``."""
-    every = list(enumerate(values))
-    return every[turn % 3 :: 3] if name == "topk" and not SOAK else every
+    """Number ``values``, and return all of them; outside of ``make soak`` each second from ``turn`` on, or each third
+    for topk, whose least tile is large."""
+    every, apart = list(enumerate(values)), 3 if name == "topk" else 2
+    return every if SOAK else every[turn % apart :: apart]
 
 
 @pytest.mark.parametrize("residual", RESIDUALS, ids=str)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.cli.command import forked
 from tests.netlab.labs import lab_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,9 +36,10 @@ def test_examples_run(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_example_of_a_modelled_world_runs() -> None:
     """By itself: such a world is a process's for good."""
     as_planned = "assert yafsdp_cc.plan_of(model).communication.total == traffic.sent_bytes"
+    command = [sys.executable, "-c", blocks()[2] + as_planned]
     done = subprocess.run(
-        [sys.executable, "-c", blocks()[2] + as_planned],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
+        command,
+        preexec_fn=forked(command, {**os.environ, "CUDA_VISIBLE_DEVICES": ""}),
         capture_output=True,
         text=True,
         timeout=120,

@@ -18,7 +18,7 @@ import yafsdp_cc
 from tests.optim.lossless import loss_of, whole
 from tests.optim.test_family import FAMILY, narrow
 from tests.ranks import on_ranks
-from tests.soak import also
+from tests.soak import SOAK, also
 from yafsdp_cc import Compression
 
 STEPS, MORE = 8, 2
@@ -152,4 +152,4 @@ def test_a_run_goes_on_at_other_numbers_of_ranks(kind: str, writers: int, reader
     """With a codec that loses nothing, and the same batch on all ranks: within rounding."""
     cells = [(kind, schedule, "lossless", True, False) for schedule in SCHEDULES]
     on_ranks(writers, saved, tmp_path, cells, True)
-    on_ranks(readers, resumed, tmp_path, cells, True, [0, 2, 3, 7], 2e-5)
+    on_ranks(readers, resumed, tmp_path, cells, True, [0, 2, 3, 7] if SOAK else [2, 7], 2e-5)

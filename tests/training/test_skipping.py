@@ -317,7 +317,7 @@ def plays_all(plots: list[dict[str, Any]]) -> int:
 
 def _seeds() -> list[int]:
     first, _, last = SOAK.partition("-")
-    return list(range(int(first), int(last) + 1)) if last else list(range(200 if SOAK else 12))
+    return list(range(int(first), int(last) + 1)) if last else list(range(200 if SOAK else 8))
 
 
 @pytest.mark.parametrize("world", [2, 4])
