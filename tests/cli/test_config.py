@@ -356,42 +356,6 @@ def test_env_tells_of_torch_kernels_and_variables(
     assert f"PyTorch version: {torch.__version__}" in told
 
 
-def test_a_file_of_accelerate(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    args = pytest.importorskip("accelerate.commands.config.config_args")
-    plugin = {"fsdp_version": 2, "fsdp_reshard_after_forward": False, "fsdp_offload_params": True}
-    plugin |= {"fsdp_transformer_layer_cls_to_wrap": "LlamaDecoderLayer", "fsdp_activation_checkpointing": True}
-    known = {"num_processes": 16, "num_machines": 2, "main_process_ip": "10.0.0.1", "main_process_port": 29501}
-    args.ClusterConfig(
-        compute_environment="LOCAL_MACHINE",
-        distributed_type="FSDP",
-        mixed_precision="bf16",
-        use_cpu=False,
-        debug=False,
-        fsdp_config=plugin,
-        **known,
-    ).to_yaml_file("theirs.yaml")
-    assert cli.main(["config", "import", "theirs.yaml"]) == 0
-    told = capsys.readouterr().err
-    assert told == (
-        "left out: fsdp_activation_checkpointing: True  (torch.utils.checkpoint in the script, with "
-        "use_reentrant=False)\n"
-    )
-    assert {name: one.value for name, one in config.read("run.yaml").items()} == {
-        "launch.nproc_per_node": 8,
-        "launch.nnodes": 2,
-        "launch.master_addr": "10.0.0.1",
-        "launch.master_port": 29501,
-        "shard.units": ["LlamaDecoderLayer"],
-        "shard.reshard_after_forward": False,
-        "shard.cpu_offload": True,
-        "precision.param": "bf16",
-        "precision.reduce": "fp32",
-    }
-    Path("theirs.yaml").write_text("distributed_type: FSDP\nnum_processes: 3\nnum_machines: 2\n")
-    assert cli.main(["config", "import", "theirs.yaml", "--out=b.yaml"]) == 1
-    assert "num_processes: 3 is no multiple of num_machines: 2" in capsys.readouterr().err
-
-
 # In the ranks ---------------------------------------------------------------------------------------------------------
 
 
