@@ -33,6 +33,9 @@ from yafsdp_cc.profiling import span
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from torch import Tensor
+
+    from yafsdp_cc.compression.codec import Codec
     from yafsdp_cc.compression.schedule import CompressionSchedule
     from yafsdp_cc.engine.communicator import CommContext
     from yafsdp_cc.engine.param import FlatParam
@@ -96,6 +99,26 @@ def measure_link(context: CommContext, message_bytes: int) -> LinkCost:
 
     latency, longest = exchange(_SMALL, 1), exchange(size, repeats)
     return LinkCost(latency, max(longest / repeats - latency, 0.0) / (peers * size))
+
+
+def seconds_per_element(codec: Codec, gradients: Tensor, residual_dtype: torch.dtype | None) -> float:
+    """Return the seconds that a rank needs to encode, decode and sum an element of a reduce-scatter.
+
+    Args:
+        codec: format of the messages.
+        gradients: [other ranks, chunk], values to try it with.
+        residual_dtype: dtype of residuals; None: without error feedback.
+    """
+    (peers, chunk), device = gradients.shape, gradients.device
+    messages = torch.zeros(peers, codec.message_bytes(chunk), dtype=torch.uint8, device=device)
+    residual = None
+    if residual_dtype is not None:
+        residual = Residual.zeros(peers, chunk, residual_dtype, codec.block, device)
+    total = torch.zeros(chunk, device=device)
+    encode = partial(error_feedback.encode, codec, gradients, messages, residual=residual)
+    decode_sum = partial(error_feedback.decode_sum, codec, messages, chunk, gradients[0], 0, total)
+    # the best time counts: other work of the machine can only slow a sum down
+    return min(_seconds(device, encode, decode_sum) for _ in range(3)) / (peers + 1) / chunk
 
 
 def _seconds(device: torch.device, *runs: Callable[[], object]) -> float:
@@ -331,21 +354,13 @@ class CodecAutotuner(CompressionObserver):
         return Measurement(groups, tuple(costs), step, link)
 
     def _measure_work(self, flats: Sequence[FlatParam]) -> dict[str, float]:
-        """Return the seconds per element that a rank needs to encode, decode and sum a reduce-scatter, by codec."""
-        config, device, peers = self._config, self.state.context.device, self.state.context.gather.comm.world - 1
+        """Return ``seconds_per_element`` of each codec; 0 for exact sums."""
+        config, peers = self._config, self.state.context.gather.comm.world - 1
         chunk = min(max(max(flat.layout.chunks) for flat in flats), _TRIAL // peers) // config.block * config.block
         # the buffer holds the shards of all other ranks
-        gradients = torch.zeros(peers, chunk, dtype=flats[0].reduce_dtype, device=device)
-        total = torch.zeros(chunk, device=device)
-        found = {EXACT: 0.0}
-        for codec in self._candidates:
-            messages = torch.zeros(peers, codec.message_bytes(chunk), dtype=torch.uint8, device=device)
-            dtype = config.residual_dtype
-            residual = None if dtype is None else Residual.zeros(peers, chunk, dtype, config.block, device)
-            encode = partial(error_feedback.encode, codec, gradients, messages, residual=residual)
-            decode_sum = partial(error_feedback.decode_sum, codec, messages, chunk, gradients[0], 0, total)
-            found[codec.name] = min(_seconds(device, encode, decode_sum) for _ in range(3)) / (peers + 1) / chunk
-        return found
+        gradients = torch.zeros(peers, chunk, dtype=flats[0].reduce_dtype, device=self.state.context.device)
+        work = {codec.name: seconds_per_element(codec, gradients, config.residual_dtype) for codec in self._candidates}
+        return {EXACT: 0.0, **work}
 
     def _costs(
         self, group: ParamGroup, link: LinkCost, codecs: Sequence[tuple[str, float, float]]

@@ -174,7 +174,9 @@ def encode(
         number, values = _NUMBERS[codec.name], _readable(gradients)
         kept = (None, None) if residual is None else (residual.values, residual.scales)
         drawn = (-1, 0) if noise is None else noise
-        ops.encode(values, message, number, codec.block, counts, *kept, *recursion, scale, *drawn, _stream(message))
+        ops.encode(
+            values, message, number, codec.block, counts, *kept, *recursion, scale, *drawn, stream_of(message.device)
+        )
         return
     g = gradients.to(torch.float32) * scale
     if residual is None:
@@ -194,7 +196,7 @@ def encode(
 def accumulate(gradients: Tensor, residual: Residual, *, scale: float = 1.0) -> None:
     """Add gradients [messages, n] to the residual, for a later message; blocks that are not finite are left out."""
     if (ops := ops_for(gradients.device)) is not None:
-        ops.accumulate(_readable(gradients), *residual, scale, _stream(gradients))
+        ops.accumulate(_readable(gradients), *residual, scale, stream_of(gradients.device))
         return
     due = residual.load() + gradients.to(torch.float32) * scale
     residual.store(due, largest_of(due.unflatten(1, (-1, residual.block))).isfinite())
@@ -220,7 +222,7 @@ def decode_sum(
     own = None if own is None else _readable(own)
     if (ops := ops_for(messages.device, codec)) is not None:
         number = _NUMBERS[codec.name]
-        ops.decode_sum(messages, number, codec.block, n, own, place, total, start, _stream(messages))
+        ops.decode_sum(messages, number, codec.block, n, own, place, total, start, stream_of(messages.device))
         return
     values = total.new_empty(messages.shape[0], total.shape[0])
     codec.decode(messages, values)
@@ -260,7 +262,7 @@ def decode(codec: Codec, messages: Tensor, values: Tensor) -> None:
     """Decode ``messages`` [messages, bytes] into ``values`` [messages, n] of any floating-point dtype."""
     ops = ops_for(messages.device, codec)
     if ops is not None and values.dtype != torch.float64:
-        ops.decode(messages, _NUMBERS[codec.name], codec.block, values, _stream(messages))
+        ops.decode(messages, _NUMBERS[codec.name], codec.block, values, stream_of(messages.device))
     elif values.dtype == torch.float32:
         codec.decode(messages, values)
     else:
@@ -273,9 +275,9 @@ def _readable(values: Tensor) -> Tensor:
     return values.to(torch.float32) if values.dtype == torch.float64 else values
 
 
-def _stream(tensor: Tensor) -> int:
-    """Return the handle of the current CUDA stream of the tensor's device; 0 on a CPU."""
-    return torch.cuda.current_stream(tensor.device).cuda_stream if tensor.is_cuda else 0
+def stream_of(device: torch.device) -> int:
+    """Return the handle of the stream that native kernels are launched on; 0 on a CPU."""
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
 # What messages lose ------------------------------------------------------------------------------------------------

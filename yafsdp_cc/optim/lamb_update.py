@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from yafsdp_cc.compression.codec import block_sum
-from yafsdp_cc.compression.error_feedback import ops_for
-from yafsdp_cc.optim.update import adam_settings, is_native, root_of, stream_of
+from yafsdp_cc.compression.error_feedback import ops_for, stream_of
+from yafsdp_cc.optim.update import adam_settings, is_native, root_of
 from yafsdp_cc.tensor.dtensor import increment_version
 
 if TYPE_CHECKING:

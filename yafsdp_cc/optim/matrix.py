@@ -25,7 +25,7 @@ from yafsdp_cc.engine.layout import ShardSpec, TensorParallel
 from yafsdp_cc.engine.mesh import to_mesh_device
 from yafsdp_cc.optim.adam import adamw_step
 from yafsdp_cc.optim.assembly import MatrixExchange, buckets
-from yafsdp_cc.optim.one_bit import check_settings, grad_of, keep_dtypes, local_of, width_of
+from yafsdp_cc.optim.one_bit import check_settings, grad_of, keep_dtypes, local_of, loss_of, width_of
 from yafsdp_cc.tensor.dtensor import FlatDTensor, flat_dtensor, increment_version
 
 if TYPE_CHECKING:
@@ -172,10 +172,7 @@ class MatrixOptimizer(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Make a step. ``closure`` is called as by torch's optimizers."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for group in self.param_groups:
             used = [parameter for parameter in group["params"] if parameter.grad is not None]
             for parameter in used:

@@ -60,6 +60,14 @@ def grad_of(parameter: Tensor) -> Tensor:
     return local_of(parameter.grad).to(width_of(parameter))
 
 
+def loss_of(closure: Callable[[], Any] | None) -> Any:
+    """Return what the ``closure`` of a step returns, called as by torch's optimizers; None without one."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
 def check_settings(defaults: dict[str, Any]) -> None:
     """Raise a ``ValueError`` if a setting that torch's optimizers have, too, is out of range."""
     if not all(0 <= beta < 1 for beta in defaults.get("betas", ())):
@@ -189,10 +197,7 @@ class OneBitOptimizer(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Make a step, and set the phase of the next backward. ``closure`` is called as by torch's optimizers."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         self._check_control()
         phase = self._phase_now
         if not self._unscale():

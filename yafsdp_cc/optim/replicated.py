@@ -14,7 +14,7 @@ from yafsdp_cc.compression.codec import BLOCK, codec_of
 from yafsdp_cc.engine.checks import all_gather_objects, checksum
 from yafsdp_cc.engine.layout import Layout
 from yafsdp_cc.optim.adam import adamw_step
-from yafsdp_cc.optim.one_bit import check_alike, check_loaded, check_settings, keep_dtypes
+from yafsdp_cc.optim.one_bit import check_alike, check_loaded, check_settings, keep_dtypes, loss_of
 from yafsdp_cc.optim.update import Row, Rule, adam_settings, update
 
 if TYPE_CHECKING:
@@ -125,10 +125,7 @@ class ReplicatedOneBitAdam(Optimizer):
         Raises:
             RuntimeError: a gradient is not finite, on this rank or another, and no ``GradScaler`` is in use.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         whole = self._take_gradients()
         if not self._are_finite(whole):
             return loss

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from yafsdp_cc.compression.autotune import measure_link
+from yafsdp_cc.compression.autotune import measure_link, seconds_per_element
 from yafsdp_cc.compression.codec import BLOCK, codec_of
-from yafsdp_cc.compression.error_feedback import Residual, decode_sum, encode
 from yafsdp_cc.engine.communicator import CommContext, Communicator, ScratchBuffers
 from yafsdp_cc.engine.layout import align
 
@@ -56,19 +54,8 @@ def measure_reduces(
     peers, chunk = comm.world - 1, align(-(-numel // comm.world), BLOCK)
     link = measure_link(CommContext(comm, ScratchBuffers(device), lambda kind, name: None), chunk * dtype.itemsize)
     part = min(chunk, max(_TRIAL // peers // BLOCK, 1) * BLOCK)
-    gradients = torch.zeros(peers, part, dtype=dtype, device=device)
-    messages = torch.zeros(peers, made.message_bytes(part), dtype=torch.uint8, device=device)
-    residual = Residual.zeros(peers, part, torch.bfloat16, BLOCK, device)
-    total = torch.zeros(part, device=device)
-    synchronize = torch.get_device_module(device).synchronize
-    work = torch.full((1,), float("inf"), dtype=torch.float64, device=device)
-    for _ in range(3):  # the best time counts: other work of the machine can only slow a sum down
-        synchronize(device)
-        start = time.perf_counter()
-        encode(made, gradients, messages, residual=residual)
-        decode_sum(made, messages, part, gradients[0], 0, total)
-        synchronize(device)
-        work.clamp_(max=time.perf_counter() - start)
+    trial = torch.zeros(peers, part, dtype=dtype, device=device)
+    work = torch.tensor(seconds_per_element(made, trial, torch.bfloat16), dtype=torch.float64, device=device)
     dist.all_reduce(work, dist.ReduceOp.MAX, group=group)
-    encoded = link.latency + link.per_byte * peers * made.message_bytes(chunk) + float(work) * chunk / part
+    encoded = link.latency + link.per_byte * peers * made.message_bytes(chunk) + float(work) * comm.world * chunk
     return ReduceSeconds(link.latency + link.per_byte * peers * chunk * dtype.itemsize, encoded)

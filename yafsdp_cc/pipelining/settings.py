@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from yafsdp_cc.compression.codec import BLOCK, BLOCKS, Scaled, codec_of, kind_of
+from yafsdp_cc.compression.codec import BLOCK, Scaled, codec_of, kind_of
 from yafsdp_cc.pipelining.messages import Encoded, Encoding, Exact, LowRank, Rounding, relative_error
 
 if TYPE_CHECKING:
@@ -60,8 +60,6 @@ class StageCompression:
     block: int = BLOCK
 
     def __post_init__(self) -> None:
-        if self.block not in BLOCKS:
-            raise ValueError(f"block={self.block}: a block has a power of two of elements, from 64 to 4096")
         if self.forward == LOW_RANK:
             raise ValueError(
                 "forward='powersgd': activations of different samples share no factors, and what a message loses of "

@@ -59,7 +59,7 @@ from yafsdp_cc.compression.error_feedback import EF21, Residual, lost_share
 from yafsdp_cc.engine.checks import all_gather_objects
 from yafsdp_cc.engine.mesh import new_group, timeout_of
 from yafsdp_cc.replicas.messages import BLOCK, PeerMailbox, PeerMessage, agreed
-from yafsdp_cc.replicas.sync import LocalBuffer, ReplicaSync, elementwise, local_of
+from yafsdp_cc.replicas.sync import LocalBuffer, ReplicaSync, local_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -132,9 +132,6 @@ class Gossip(ReplicaSync):
         self._versions: list[int] = []
         """Versions of the parameters when their weights were shown."""
 
-    def __repr__(self) -> str:
-        return f"Gossip(graph={self.graph!r}, overlap={self.overlap}, codec={self.codec!r})"
-
     def connect(self, model: nn.Module, mesh: DeviceMesh | None) -> None:
         own = self.members
         super().connect(model, mesh)
@@ -185,9 +182,6 @@ class Gossip(ReplicaSync):
 
     def _messages(self) -> Sequence[PeerMailbox | PeerMessage]:
         return self._mailboxes or [self._message]
-
-    def check(self, optimizer: Optimizer) -> None:
-        elementwise(optimizer, "sync=Gossip()")
 
     # Around a step -------------------------------------------------------------------------------------------------
 
@@ -323,8 +317,7 @@ class Gossip(ReplicaSync):
             raise RuntimeError(f"push-sum weights of {self.comm.world} replicas add up to {total}: a message was lost")
         self._show()
         self._restart()
-        optimizer = None if self._optimizer is None else self._optimizer()
-        if optimizer is not None:
+        if (optimizer := self.optimizer) is not None:
             self._average_state(optimizer)
 
     def _complete(self) -> None:

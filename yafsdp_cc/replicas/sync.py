@@ -40,7 +40,7 @@ from yafsdp_cc.optim.replicated import ReplicatedOneBitAdam
 from yafsdp_cc.tensor.module_parameters import named_sharded_parameters
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -96,7 +96,7 @@ class ReplicaSync(ABC):
         self.members: list[int] = []
         """Global ranks of all replicas; of this replica alone, if replicas come and go."""
         self._frozen: dict[str, nn.Parameter] = {}
-        self._optimizer: weakref.ref[Optimizer] | None = None
+        self._stepped_by: weakref.ref[Optimizer] | None = None
         self._in_use: Optimizer | None = None
         """The optimizer, while an exchange is under way that ``finish`` needs it for."""
 
@@ -144,9 +144,6 @@ class ReplicaSync(ABC):
 
     def compare_steps(self) -> None:
         """Raise a ``RuntimeError`` if replicas have made different numbers of steps. A collective."""
-
-    def check(self, optimizer: Optimizer) -> None:
-        """Raise a ``ValueError`` if this optimizer cannot be used."""
 
     # Shared by all subclasses
 
@@ -204,6 +201,11 @@ class ReplicaSync(ABC):
         self.finish()
         self._in_use = None
 
+    @property
+    def optimizer(self) -> Optimizer | None:
+        """The optimizer that has stepped the model last; None before the first step, and once it is freed."""
+        return None if self._stepped_by is None else self._stepped_by()
+
     def locals(self) -> list[Tensor]:
         """Return the local tensor of each parameter."""
         return [local_of(each) for each in self.parameters.values()]
@@ -223,11 +225,15 @@ class ReplicaSync(ABC):
                 "exchange something once per step: make one optimizer with several parameter groups, or call "
                 "yafsdp_cc.synchronize_replicas(model) before another one takes over"
             )
-        self.check(optimizer)
+        if isinstance(optimizer, _REFUSED):
+            raise ValueError(
+                f"{type(self).__name__} needs an optimizer of torch.optim that treats each element by itself (AdamW, "
+                f"SGD, ...); {name} does not. Leave sync out, or choose another optimizer"
+            )
         self._in_use = optimizer
-        if self._optimizer is not None and self._optimizer() is optimizer:
+        if self.optimizer is optimizer:
             return
-        self._optimizer = weakref.ref(optimizer)
+        self._stepped_by = weakref.ref(optimizer)
         if self.finishes_alone:
             optimizer.register_state_dict_pre_hook(lambda _: self.settle())
 
@@ -246,15 +252,6 @@ class ReplicaSync(ABC):
                 f"{type(optimizer).__name__} steps a parameter of shape {list(parameter.shape)} that is not of the "
                 "model whose replicas are synchronized: make an optimizer for each model"
             )
-
-
-def elementwise(optimizer: Optimizer, method: str) -> None:
-    """Raise a ``ValueError`` unless the optimizer updates each element by its own gradient and state."""
-    if isinstance(optimizer, _REFUSED):
-        raise ValueError(
-            f"{method} needs an optimizer of torch.optim that treats each element by itself (AdamW, SGD, ...); "
-            f"{type(optimizer).__name__} does not. Leave sync out, or choose another optimizer"
-        )
 
 
 def join_replicas(model: nn.Module, mesh: DeviceMesh | None, sync: ReplicaSync) -> None:
@@ -396,13 +393,63 @@ def tensors_of(model: nn.Module) -> list[str]:
     ]
 
 
+def check_steps(world: int, counts: Sequence[float], made: int, others: str = "") -> None:
+    """Raise a ``RuntimeError`` if replicas have made different numbers of steps, and would exchange unlike things.
+
+    Args:
+        world: number of replicas.
+        counts: sums over replicas of the number of steps of each, and of its square.
+        made: number of steps of this replica.
+        others: what else must be alike on all replicas.
+    """
+    total, squares = counts
+    if world * squares != total * total:
+        raise RuntimeError(
+            f"replicas have made different numbers of steps (this one {made}), and would exchange other things than "
+            "each other. Every replica must call optimizer.step() equally often, a GradScaler that skips a step on one "
+            f"of them included{others}"
+        )
+
+
 # Local tensors -----------------------------------------------------------------------------------------------------
+
+_RUN = 1 << 22
+"""Elements of optimizer state that are copied or averaged at a time."""
 
 
 def local_of(tensor: Any) -> Tensor:
     """Return the local tensor of a parameter, gradient or state, without a copy."""
     local: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local.detach()
+
+
+def read_grads(grads: Iterable[Tensor | None], views: Iterable[Tensor]) -> None:
+    """Copy this rank's elements of gradients to ``views``; zeros for None."""
+    for grad, view in zip(grads, views, strict=True):
+        if grad is None:
+            view.zero_()
+        else:
+            view.copy_(local_of(grad))
+
+
+def set_grad(parameter: nn.Parameter, total: Tensor | None, divisor: int) -> None:
+    """Put this rank's elements of a sum, divided, in ``.grad``, which may exist already; None: it has no gradient."""
+    if total is None:
+        parameter.grad = None
+        return
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    torch.div(total, divisor, out=local_of(parameter.grad))
+
+
+def runs_of(parameters: Sequence[nn.Parameter]) -> Iterator[slice]:
+    """Yield runs of adjacent parameters with about ``_RUN`` elements of this rank each."""
+    first = elements = 0
+    for place, parameter in enumerate(parameters, 1):
+        elements += local_of(parameter).numel()
+        if elements >= _RUN or place == len(parameters):
+            yield slice(first, place)
+            first, elements = place, 0
 
 
 class LocalBuffer:

@@ -23,6 +23,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.tensor import DTensor
 
 from yafsdp_cc.compression.codec import BLOCK, codec_of
+from yafsdp_cc.compression.error_feedback import Residual, decode, encode
 from yafsdp_cc.engine.checks import check_settings
 from yafsdp_cc.server.shard import ServerShard
 
@@ -103,6 +104,7 @@ class ParameterServer:
         chunk = -(-count // (world * BLOCK)) * BLOCK
         self._weights = torch.zeros(world, chunk, dtype=self._params[0].dtype, device="cpu")
         self._grads = self._messages = torch.zeros_like(self._weights)
+        self._residual: Residual | None = None
         self._padding = world * chunk - count
         _copy(self._params, self._views(self._weights))
         dist.broadcast(self._weights, 0, self._group)
@@ -111,7 +113,7 @@ class ParameterServer:
             self._counts = (count - starts).clamp(0, BLOCK).to(torch.int32)
             message = (world, self._codec.message_bytes(chunk))
             self._messages = torch.zeros(message, dtype=torch.uint8, device="cpu")
-        self._residual = torch.zeros_like(self._weights) if codec else None
+            self._residual = Residual.zeros(world, chunk, torch.float32, BLOCK, self._weights.device)
 
         own = self._weights[self._rank].clone()
         self.shard = ServerShard(own, world, optimizer, max_staleness=max_staleness, **settings)
@@ -154,11 +156,8 @@ class ParameterServer:
             if param.grad is not None:
                 view.copy_(param.grad)
                 param.grad = None
-        if self._codec is not None and self._residual is not None:
-            self._residual += self._grads
-            self._codec.encode(self._residual, self._counts, self._messages)
-            self._codec.decode(self._messages, self._grads)
-            self._residual -= self._grads
+        if self._codec is not None:
+            encode(self._codec, self._grads, self._messages, counts=self._counts, residual=self._residual)
         self._send(PUSH, self._messages)
         self._update(self._rank, self._messages[self._rank])
         self._has_pulled, self._pushes = False, self._pushes + 1
@@ -205,7 +204,8 @@ class ParameterServer:
             done = self._changed.wait_for(lambda: self.shard.clocks == clocks, self._timeout.total_seconds())
             if not done or self._failure:
                 raise self._error(f"not all that was pushed arrived within {self._timeout}")
-            shard, residual = copy.deepcopy((self.shard.state_dict(), self._residual))
+            residual = None if self._residual is None else self._residual.values.clone()
+            shard = copy.deepcopy(self.shard.state_dict())
         dist.barrier(self._group)  # no rank may push before all shards are copied
         return {"rank": self._rank, "ranks": len(clocks), "pushes": self._pushes, "shard": shard, "residual": residual}
 
@@ -229,7 +229,7 @@ class ParameterServer:
             self.shard.load_state_dict(copy.deepcopy(state["shard"]))
         self._pushes, self._has_pulled = state["pushes"], False
         if self._residual is not None:
-            self._residual.copy_(state["residual"])
+            self._residual.values.copy_(state["residual"])
         dist.barrier(self._group)
 
     def _views(self, flat: Tensor) -> list[Tensor]:
@@ -306,7 +306,7 @@ class ParameterServer:
         gradient = message
         if self._codec is not None:
             gradient = torch.empty_like(self._weights[0])
-            self._codec.decode(message[None], gradient[None])
+            decode(self._codec, message[None], gradient[None])
         with self._changed:
             self.shard.push(worker, gradient)
             self._changed.notify_all()
