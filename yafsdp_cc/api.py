@@ -684,12 +684,7 @@ def _check_arguments(
 
 
 def _mesh_of_replica(mesh: object, sync: object) -> DeviceMesh:
-    """Return the mesh of this rank's replica, given a mesh (replicate, shard).
-
-    Raises:
-        TypeError: ``sync`` is no ``ReplicaSync``.
-        ValueError: the mesh does not have two named dimensions.
-    """
+    """Return the mesh of this rank's replica, given a mesh (replicate, shard)."""
     if not isinstance(sync, ReplicaSync):
         raise TypeError(f"sync takes 'overlap', or an object such as yafsdp_cc.replicas.Overlap(), got {sync!r}")
     if not isinstance(mesh, DeviceMesh) or mesh.ndim != 2 or not mesh.mesh_dim_names:

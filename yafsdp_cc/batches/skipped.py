@@ -156,11 +156,7 @@ class _CollectiveLog:
 
 
 class _Peers:
-    """The ranks of a mesh: their vote, their lists of collectives, and the thread that waits for failures.
-
-    Args:
-        mesh: mesh of the model.
-    """
+    """The ranks of a mesh: their vote, their lists of collectives, and the thread that waits for failures."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.ranks: list[int] = mesh.mesh.flatten().tolist()
@@ -295,11 +291,7 @@ def _stop(store: Store, prefix: str, rank: int, log: _CollectiveLog, thread: thr
 
 
 class _Recorder(Observer):
-    """Records what the engine of one model is about to issue; called as the last of its observers.
-
-    Args:
-        number: index of the model in the block.
-    """
+    """Records what the engine of one model is about to issue; called as the last of its observers."""
 
     def __init__(self, log: _CollectiveLog, state: FSDPState, number: int) -> None:
         self._log, self._state, self._number = log, state, number
@@ -423,10 +415,6 @@ class _Block:
 
     def settle(self, error: Exception | None, limit: int) -> None:
         """Vote on the batch, and restore the saved state if it is skipped.
-
-        Args:
-            error: exception that has ended the block on this rank.
-            limit: how many batches may be skipped in a row.
 
         Raises:
             RuntimeError: on all ranks: weights have changed, too many batches were skipped, or a rank has ended.

@@ -150,9 +150,6 @@ class CompressedMean:
     """Averages whole buffers of one size over ranks, encoded in both directions.
 
     Args:
-        group: the ranks.
-        device: device of the buffers.
-        codec: format of the messages in both directions.
         layout: layout of a buffer, one chunk for each rank; padding is zero.
     """
 

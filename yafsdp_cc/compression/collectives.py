@@ -32,10 +32,6 @@ COMPARED = ("bf16", "int8", "int4", "ternary", "onebit", LOW_RANK)
 class CompressedCollectives(Collectives):
     """Makes the collectives of a model that is sharded with a ``Compression``.
 
-    Args:
-        config: the user's settings.
-        mesh: the mesh that the model is sharded on.
-
     Raises:
         ValueError: the settings do not fit the mesh.
     """

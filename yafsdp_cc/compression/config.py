@@ -234,7 +234,6 @@ def compression_of(value: Compression | str | None) -> Compression | None:
     """Return the ``Compression`` that the argument ``compression`` stands for; None for None.
 
     Raises:
-        TypeError: ``value`` is of another type.
         ValueError: it names no codec.
     """
     if isinstance(value, str):

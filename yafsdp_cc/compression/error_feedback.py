@@ -161,12 +161,10 @@ def encode(
     """Encode ``gradients`` into ``message``, and store in ``residual`` what the message loses.
 
     Args:
-        codec: format of the messages.
         gradients: [messages, n], floating-point; zero in padding.
         message: [messages, bytes] uint8, overwritten.
         counts: [messages, blocks] int32, how many elements each block has; None: all.
         residual: None: without error feedback.
-        recursion: coefficients of the error feedback.
         scale: factor that gradients are multiplied by first: one over the loss scale.
         noise: random numbers for stochastic rounding, without a residual.
     """
@@ -209,9 +207,7 @@ def decode_sum(
     range.
 
     Args:
-        codec: format of the messages.
         messages: [messages, bytes] uint8.
-        n: elements of each message.
         own: as long as ``total``, floating-point: this rank's gradients, which were not encoded; None for none. It may
             be ``total`` itself where ``place`` is 0.
         place: index of the message before which ``own`` is added.
@@ -316,9 +312,7 @@ class CompressionError:
     out, it is lower by another √a.
 
     Args:
-        device: device of the messages.
         kept: the share of normal noise that the codec's messages keep.
-        recursion: coefficients of the error feedback.
         rank: rank of the sender; ranks take their samples from different parts of the gradients.
     """
 
@@ -444,11 +438,6 @@ class Encoder(ABC):
     def decode_differences(self, estimate: Tensor, start: int, total: Tensor) -> None:
         """Add messages of differences to ``estimate``, and write the new estimate to ``total`` (``decode_differences``
         above).
-
-        Args:
-            estimate: elements from ``start`` on of the sum over senders of all messages so far; overwritten.
-            start: a multiple of ``step``.
-            total: as long; overwritten.
         """
         raise NotImplementedError(f"{type(self).__name__} does not encode differences to an estimate")
 

@@ -70,11 +70,7 @@ def name_of(flat: FlatParam, collective: CompressedSum | DeltaAllGather) -> str:
 
 
 class CodecFallback(CompressionObserver):
-    """Measures, judges and replaces the codecs of one model.
-
-    Args:
-        schedule: the phase of the model's compression.
-    """
+    """Measures, judges and replaces the codecs of one model."""
 
     def __init__(self, schedule: CompressionSchedule) -> None:
         super().__init__()

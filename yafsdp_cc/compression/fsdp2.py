@@ -142,9 +142,6 @@ class CompressedCommunication:
 
     It also holds the compressed sums of all hooks of a model, FSDP2's or DDP's; each is made at first use and has a
     residual.
-
-    Args:
-        config: the user's settings.
     """
 
     def __init__(self, config: Compression) -> None:
@@ -184,9 +181,6 @@ class CompressedCommunication:
         """Fill ``output`` [n] with this rank's chunk of the sum, or the mean, of ``grads`` [world * n].
 
         Args:
-            output: overwritten.
-            grads: floating-point.
-            group: the ranks.
             name: name of the residual, and seed of random numbers.
             is_mean: whether to divide by the number of ranks.
         """
@@ -221,8 +215,6 @@ class CompressedCommunication:
         """Overwrite ``total`` [n], floating-point, with its mean over ``group``.
 
         Args:
-            total: of any floating-point dtype.
-            group: the ranks.
             name: seed of random numbers.
             key: identifies the residual.
             places: where each tensor in ``total`` begins, and its shape; needed for low rank.

@@ -78,11 +78,6 @@ def choose_codecs(
     Greedy. While the backward is longer, one of the reduces on its critical path takes the codec that adds the least
     error per second saved; among equals the last one in the backward, which delays no other reduce. Afterwards groups
     return to codecs of less error where that keeps the backward within the limit, the largest error first.
-
-    Args:
-        groups: in the order of the backward.
-        tolerance: seconds.
-        error_budget: bound of ``total_error``.
     """
     tried = list(_tightened(groups, error_budget))
     limit = (min(seconds for seconds, _ in tried) + tolerance) * (1 + _ROUNDING)

@@ -86,8 +86,6 @@ class CompressedSum(Collective):
     """A sum over ranks of one buffer, exact or by encoded messages: the phase of ``schedule`` decides.
 
     Args:
-        flat: the buffer.
-        schedule: the phase and settings that all sums of the model share.
         codec: the name of a codec or ``powersgd``; ``fp32`` for exact sums. ``auto``: exact until ``set_codec``, with
             scratch buffers that all candidates of the configuration fit in.
     """
@@ -544,12 +542,7 @@ def message_sizes(layout: Layout, codec: Codec) -> list[int]:
 
 
 class CodecEncoder(Encoder):
-    """Encodes chunks of a buffer by a codec.
-
-    Args:
-        flat: the buffer.
-        codec: format of the messages.
-    """
+    """Encodes chunks of a buffer by a codec."""
 
     def __init__(self, flat: SummedBuffer, codec: Codec) -> None:
         self.codec = codec

@@ -115,7 +115,6 @@ class CompressionSchedule(CompressionObserver):
     afterwards. A step is counted in the first forward that finds changed weights.
 
     Args:
-        config: the user's settings.
         over_replicas: whether sums over replicas are encoded, and those over the ranks of a shard exact.
     """
 

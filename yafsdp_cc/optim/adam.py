@@ -157,9 +157,7 @@ def adamw_step(group: dict[str, Any], rows: Sequence[tuple[Tensor, ...]], *, fus
     """Make the step of ``torch.optim.AdamW`` in fp32 at least, in place, whatever the dtypes are.
 
     Args:
-        group: the settings.
         rows: values, gradient, first and second moment, and number of steps of each parameter.
-        fused: whether to call the fused kernel; else the foreach functions.
     """
     wide = [[each.to(width_of(row[0])) for each in row[:4]] for row in rows]
     weights, grads, moments, squares = ([row[index] for row in wide] for index in range(4))

@@ -53,11 +53,7 @@ def buckets(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 class MatrixExchange:
-    """Moves matrices between the flat ranges of the shards and the ranges that ranks update.
-
-    Args:
-        specs: specs of the matrices, on one mesh.
-    """
+    """Moves matrices between the flat ranges of the shards and the ranges that ranks update."""
 
     def __init__(self, specs: Sequence[ShardSpec]) -> None:
         self._specs = specs

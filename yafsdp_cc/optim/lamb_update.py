@@ -59,8 +59,6 @@ def lamb_settings(group: dict[str, Any], trust: float, steps: float, seen: float
     """Return the numbers that update a row.
 
     Args:
-        group: the settings of its parameter group.
-        trust: the trust ratio.
         steps: number of steps in the first moment and the fresh second one, this step counted.
         seen: number of gradients in the second moment. 0: the weights are not changed.
     """

@@ -238,8 +238,6 @@ class MatrixOptimizer(Optimizer):
         """Yield for each matrix its view of ``targets``, its update and its learning rate.
 
         Args:
-            group: settings of the parameters.
-            parameters: the parameters.
             gradients, targets: whole matrices of each parameter, one after the other: those that this rank updates.
         """
         alike: dict[Any, list[tuple[Tensor, Tensor, dict[str, Tensor]]]] = defaultdict(list)
@@ -348,7 +346,6 @@ def _gathered(parameter: Any, local: Tensor) -> Tensor:
     """Return the whole matrix that this rank owns; a collective if tensor parallelism has divided it.
 
     Args:
-        parameter: the parameter, whose spec tells how it is divided.
         local: this rank's elements; returned unchanged unless tensor parallelism has divided the matrix.
     """
     spec: ShardSpec = parameter.shard_spec
@@ -372,8 +369,6 @@ def _owned_like(spec: ShardSpec, name: str, shape: Sequence[int]) -> ShardSpec:
     """Return the spec of a state tensor that lies on the ranks that update a matrix, or the matrices of a stack.
 
     Args:
-        spec: spec of the matrix.
-        name: name of the tensor.
         shape: shape of the tensor, with the same leading stack dimensions, if any, as ``spec.updated_shape``.
     """
     numel, bounds, parallel = math.prod(shape), spec.update_bounds, spec.tensor_parallel

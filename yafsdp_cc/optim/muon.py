@@ -167,9 +167,6 @@ def newton_schulz(matrices: Tensor, coefficients: tuple[float, float, float], st
 
     Args:
         matrices: [k, m, n], overwritten.
-        coefficients: a, b and c of the iteration X ← a·X + (b·X·Xᵀ + c·(X·Xᵀ)²)·X.
-        steps: number of iterations.
-        eps: the least norm that a matrix is divided by.
     """
     a, b, c = coefficients
     is_tall = matrices.shape[-2] > matrices.shape[-1]

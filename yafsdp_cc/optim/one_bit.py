@@ -121,8 +121,6 @@ class OneBitOptimizer(Optimizer):
     """An optimizer that decides when gradients are summed exactly, and when encoded.
 
     Args:
-        params: all trained parameters of models that were sharded with a compression.
-        defaults: default settings of parameter groups.
         warmup_steps, form, refreshes: as of ``OneBitAdam``.
         max_grad_norm: limit that the loop clips ``.grad`` to. Gradients that the loop does not see are clipped to it,
             too:
@@ -316,11 +314,7 @@ class OneBitOptimizer(Optimizer):
         return local_of(self.state[parameter][name])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of any number of ranks, the position in the warm-up included.
-
-        Raises:
-            ValueError: the state is of one of torch's optimizers with settings that this one does not have.
-        """
+        """Load the state of any number of ranks, the position in the warm-up included."""
         check_loaded(self, state_dict)
         super().load_state_dict(state_dict)
         keep_dtypes(self, state_dict)

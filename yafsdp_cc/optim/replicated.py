@@ -109,11 +109,7 @@ class ReplicatedOneBitAdam(Optimizer):
         self._share_moments()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse groups after the constructor, which lays out the buffers.
-
-        Raises:
-            RuntimeError: the optimizer is constructed.
-        """
+        """Refuse groups after the constructor, which lays out the buffers."""
         if hasattr(self, "_layout"):
             raise RuntimeError("ReplicatedOneBitAdam has laid its buffers out: make a new one for other parameters")
         super().add_param_group(param_group)
@@ -165,11 +161,7 @@ class ReplicatedOneBitAdam(Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of any number of ranks, the position in the warm-up included.
-
-        Raises:
-            ValueError: the state is of one of torch's optimizers with settings that this one does not have.
-        """
+        """Load the state of any number of ranks, the position in the warm-up included."""
         check_loaded(self, state_dict)
         super().load_state_dict(state_dict)
         keep_dtypes(self, state_dict)

@@ -67,7 +67,6 @@ def adam_settings(group: dict[str, Any], steps: float, seen: float, trust: float
     """Return the numbers that update a row of Adam.
 
     Args:
-        group: the settings of its parameter group.
         steps: number of steps in the first moment, this step counted.
         seen: number of gradients in the second moment.
         trust: factor on the learning rate.

@@ -36,9 +36,6 @@ def prepare_schedule(schedule: S) -> S:
     Args:
         schedule: a schedule of ``torch.distributed.pipelining``, with ``CompressedStage``s.
 
-    Returns:
-        ``schedule``.
-
     Raises:
         TypeError: it is no schedule of torch, one of its stages is no ``CompressedStage``, or not the class for a
             sharded, or for a plain, module.
@@ -73,12 +70,7 @@ def prepare_schedule(schedule: S) -> S:
 
 
 def _stages_of(schedule: Any) -> list[Any]:
-    """Return the stages of a schedule on this rank.
-
-    Raises:
-        TypeError: it is no schedule of torch.
-        RuntimeError: this version of torch has other schedules.
-    """
+    """Return the stages of a schedule on this rank."""
     if isinstance(schedule, PipelineScheduleSingle):
         stages = [schedule._stage]
     elif isinstance(schedule, PipelineScheduleMulti):

@@ -43,11 +43,7 @@ _SEAM = {
 
 
 def check_torch(stage: type[PipelineStage] = PipelineStage) -> None:
-    """Check that torch's stage has the methods that ``CompressedStage`` overrides.
-
-    Raises:
-        RuntimeError: this version of torch has other methods.
-    """
+    """Check that torch's stage has the methods that ``CompressedStage`` overrides."""
     for name, expected in _SEAM.items():
         method = getattr(stage, name, None)
         found = None if method is None else tuple(inspect.signature(method).parameters)
@@ -79,10 +75,6 @@ class CompressedStage(PipelineStage):
         schedule = prepare_schedule(Schedule1F1B(stage, n_microbatches=4, loss_fn=loss_fn))
 
     Args:
-        submodule: the stage's part of the model, as of ``PipelineStage``.
-        stage_index: number of the stage, from 0.
-        num_stages: number of stages.
-        device: device of the stage.
         stage_arguments: further arguments of ``PipelineStage`` by name, and the fields of ``StageCompression``.
 
     Raises:

@@ -36,10 +36,6 @@ def compute_ends(pipeline_order: Mapping[int, Sequence[Any]], seconds: StageSeco
 
     Every rank computes its actions in order, each as soon as its inputs have arrived.
 
-    Args:
-        pipeline_order: the actions of each rank of a schedule in their order.
-        seconds: times of every stage.
-
     Raises:
         ValueError: the actions wait for each other.
     """

@@ -42,12 +42,7 @@ class BackgroundSum:
 
     Args:
         comm: the ranks, one in each replica.
-        like: tensors like those that are summed.
         flags: [n] fp32, small numbers that are summed exactly beside them, in place.
-        codec: name of a codec; None: exact sums.
-
-    Raises:
-        ValueError: there is no such codec.
     """
 
     def __init__(self, comm: Communicator, like: Sequence[Tensor], flags: Tensor, codec: str | None) -> None:
@@ -139,8 +134,6 @@ class PeerMessage:
     takes part; over gloo they are point-to-point messages, so that a replica waits for its sender alone.
 
     Args:
-        comm: the ranks, one in each replica.
-        headers: number of numbers in a header.
         sent, received: contiguous buffers, equally long.
     """
 
@@ -206,7 +199,6 @@ class PeerMailbox:
 
     Args:
         group: a gloo group.
-        to, source: ranks in the group.
         sent, received: contiguous buffers, equally long.
     """
 

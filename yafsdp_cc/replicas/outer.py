@@ -459,11 +459,7 @@ class Outer(ReplicaSync):
     def _checked_states(
         self, message: Tensor, optimizer: Optimizer | None, sender: str
     ) -> Iterator[tuple[str, str, Any]]:
-        """Yield parameter, key and value of the state that a replica has sent.
-
-        Raises:
-            ValueError: the message cannot be the state of an optimizer of this model.
-        """
+        """Yield parameter, key and value of the state that a replica has sent."""
         try:
             for name, state in decoded(message).items():
                 parameter = self.parameters[name]
@@ -560,8 +556,6 @@ class _Fragment:
     """Parameters that are exchanged together.
 
     Args:
-        parameters: some of a model.
-        place: device of the buffers.
         block: elements of a codec's block; 1 without a codec.
         has_momentum: whether outer steps have momentum.
         is_repeated: whether an exchange may fail and be repeated.

@@ -88,9 +88,6 @@ class Overlap(ReplicaSync):
         codec: codec of the sums (``"int8"``, ``"int4"``, ``"onebit"``, ...), with error feedback; None: exact sums in
             fp32.
         half_batches: predict from the sum of half a batch, for links with room for two sums per step.
-
-    Raises:
-        ValueError: there is no such codec.
     """
 
     finishes_alone = True

@@ -397,9 +397,7 @@ def check_steps(world: int, counts: Sequence[float], made: int, others: str = ""
     """Raise a ``RuntimeError`` if replicas have made different numbers of steps, and would exchange unlike things.
 
     Args:
-        world: number of replicas.
         counts: sums over replicas of the number of steps of each, and of its square.
-        made: number of steps of this replica.
         others: what else must be alike on all replicas.
     """
     total, squares = counts
@@ -456,7 +454,6 @@ class LocalBuffer:
     """A flat fp32 buffer with room for this rank's elements of each of some tensors.
 
     Args:
-        like: tensors on one device, of any shapes.
         align: elements that each part begins at a multiple of; gaps are zero.
     """
 

@@ -273,7 +273,6 @@ def plan_over(build: Callable[[], nn.Module], mesh: tuple[int, ...], device: str
         build: function that makes the model on the meta device.
         mesh: (ranks of a shard), or (replicas, ranks of a shard).
         device: device of every rank, "cuda" (with NCCL) or "cpu" (with gloo).
-        settings: arguments of ``shard``.
 
     Raises:
         ValueError: ``shard`` would refuse the arguments.
@@ -294,9 +293,6 @@ def probe(subject: Subject, policy: MixedPrecisionPolicy, units: Any = "auto") -
     Of each run of equal blocks in one container, the first and the last are measured; blocks between count as the
     first. Weights are those of the forward's dtype, and gradients of weights are freed when they are complete, as the
     engine has its own buffers for them.
-
-    Raises:
-        ValueError: the subject has no loss.
     """
     if subject.loss is None:
         raise ValueError("the factory returned no function of the model that gives the loss of a batch")

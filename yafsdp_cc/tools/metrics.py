@@ -309,13 +309,7 @@ def _imported(option: str, module: str) -> Any:
 
 
 class _Display:
-    """Shows a line for each report, or a progress bar with the last figures.
-
-    Args:
-        stack: exit stack that ends the bar.
-        first: number of steps made before.
-        total: number of steps that will be made, if known.
-    """
+    """Shows a line for each report, or a progress bar with the last figures."""
 
     def __init__(self, stack: ExitStack, first: int, total: int | None) -> None:
         self._of = f"/{total}" if total else ""

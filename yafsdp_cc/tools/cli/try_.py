@@ -275,12 +275,7 @@ def sent_in(trace: Path, ranks: int) -> int:
 
 
 class Comparison:
-    """Rows with figures beside exact.
-
-    Args:
-        rows: all rows, the simpler setting first.
-        within: percent by which a loss may be above that of exact.
-    """
+    """Rows with figures beside exact."""
 
     def __init__(self, rows: Sequence[Row], within: float) -> None:
         self.left_out = [row for row in rows if row.reason or not row.turns]

@@ -119,13 +119,7 @@ class Lab:
         self._on_ranks(_execute, timeout, command)
 
     def set_bandwidth(self, bandwidth: str, *, rank: int | None = None, receive: str | None = None) -> None:
-        """Change the rate of every link, or of one rank's, of running ranks too, also by one of the ranks themselves.
-
-        Args:
-            bandwidth: as of the lab.
-            rank: rank whose link changes; None: all.
-            receive: the rate of receiving, if it differs.
-        """
+        """Change the rate of every link, or of one rank's, of running ranks too, also by one of the ranks themselves."""
         self.links.set_bandwidth(bandwidth, rank=rank, receive=receive)
 
     def traffic(self) -> list[Traffic]:
