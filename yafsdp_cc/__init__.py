@@ -49,38 +49,26 @@ for _module, _package in {"torch": "torch", "pydantic": "pydantic", "yaml": "pyy
         raise ModuleNotFoundError(f"yafsdp_cc needs {_package}: pip install {_package}", name=_module)
 
 # Looked up at first use: torch takes seconds to import, and the command line passes through here before its help.
-_MODULE_OF = {
-    "compress": "yafsdp_cc.compression.fsdp2",
-    "Compression": "yafsdp_cc.compression",
-    "CompressionHookState": "yafsdp_cc.compression.ddp",
-    "counters_of": "yafsdp_cc.api",
-    "encoded_mean": "yafsdp_cc.compression.ddp",
-    "follow_scaler": "yafsdp_cc.compression.schedule",
-    "full_state_dict": "yafsdp_cc.checkpoint.full",
-    "fully_shard": "yafsdp_cc.api",
-    "join_replicas": "yafsdp_cc.replicas.sync",
-    "load": "yafsdp_cc.checkpoint.load",
-    "load_safetensors": "yafsdp_cc.checkpoint.full",
-    "Metrics": "yafsdp_cc.tools.metrics",
-    "patch_torch": "yafsdp_cc.tensor.loading",
-    "PeerFailedError": "yafsdp_cc.batches.skipped",
-    "plan_of": "yafsdp_cc.api",
-    "register_forward_method": "yafsdp_cc.fsdp2.module",
-    "register_fsdp_forward_method": "yafsdp_cc.api",
-    "save": "yafsdp_cc.checkpoint.save",
-    "save_safetensors": "yafsdp_cc.checkpoint.full",
-    "shard": "yafsdp_cc.api",
-    "share_comm_ctx": "yafsdp_cc.api",
-    "skip_together": "yafsdp_cc.batches.skipped",
-    "synchronize_replicas": "yafsdp_cc.replicas.sync",
-    "uneven": "yafsdp_cc.batches.uneven",
-    "unshard_model": "yafsdp_cc.fsdp2.module",
-    "UnshardHandle": "yafsdp_cc.api",
-    "watch_loss": "yafsdp_cc.api",
-    "weight_patch": "yafsdp_cc.checkpoint.patch",
-    "WeightPatch": "yafsdp_cc.checkpoint.patch",
-    "whole_parameters": "yafsdp_cc.fsdp2.module",
+_NAMES = {
+    "yafsdp_cc.api": "counters_of fully_shard plan_of register_fsdp_forward_method shard "
+    "share_comm_ctx UnshardHandle watch_loss",
+    "yafsdp_cc.batches.skipped": "PeerFailedError skip_together",
+    "yafsdp_cc.batches.uneven": "uneven",
+    "yafsdp_cc.checkpoint.full": "full_state_dict load_safetensors save_safetensors",
+    "yafsdp_cc.checkpoint.load": "load",
+    "yafsdp_cc.checkpoint.patch": "weight_patch WeightPatch",
+    "yafsdp_cc.checkpoint.save": "save",
+    "yafsdp_cc.compression": "Compression",
+    "yafsdp_cc.compression.ddp": "CompressionHookState encoded_mean",
+    "yafsdp_cc.compression.fsdp2": "compress",
+    "yafsdp_cc.compression.schedule": "follow_scaler",
+    "yafsdp_cc.fsdp2.module": "register_forward_method unshard_model whole_parameters",
+    "yafsdp_cc.replicas.sync": "join_replicas synchronize_replicas",
+    "yafsdp_cc.tensor.loading": "patch_torch",
+    "yafsdp_cc.tools.metrics": "Metrics",
 }
+"""Public names by the module that defines them."""
+_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
 _MODULES = {
     "netlab": "yafsdp_cc.tools.netlab",
     **{

@@ -18,9 +18,8 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
 from yafsdp_cc.pipelining.messages import Encoding, Exact, SenderState
-from yafsdp_cc.pipelining.plan import DIGEST
 from yafsdp_cc.pipelining.sample_cache import SampleCache
-from yafsdp_cc.pipelining.settings import StageCompression
+from yafsdp_cc.pipelining.settings import DIGEST, StageCompression
 from yafsdp_cc.pipelining.sharded import ShardedStage
 from yafsdp_cc.profiling import span
 

@@ -47,18 +47,18 @@ with push-sum weights.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from yafsdp_cc.compression import error_feedback
-from yafsdp_cc.compression.codec import codec_of
+from yafsdp_cc.compression.codec import BLOCK, codec_of
 from yafsdp_cc.compression.error_feedback import EF21, Residual, lost_share
 from yafsdp_cc.engine.checks import all_gather_objects
 from yafsdp_cc.engine.mesh import new_group, timeout_of
-from yafsdp_cc.replicas.messages import BLOCK, PeerMailbox, PeerMessage, agreed
+from yafsdp_cc.replicas.messages import PeerMailbox, PeerMessage, agreed
 from yafsdp_cc.replicas.sync import LocalBuffer, ReplicaSync, local_of
 
 if TYPE_CHECKING:
@@ -145,7 +145,6 @@ class Gossip(ReplicaSync):
         self._push_weight = torch.ones((), dtype=torch.float32, device=self.device)
         """The push-sum weight w."""
         self._distances = _GRAPHS[self.graph](self.comm.world)
-        self._content: _Content
         edges = len(self._distances)
         most = min(_MOST_LOST, (1 + edges) ** -2)
         if self.codec is not None and (lost := lost_share(self.codec, BLOCK)) >= most:
@@ -153,10 +152,7 @@ class Gossip(ReplicaSync):
                 f"codec={self.codec!r} loses {lost:.1%} of what a message should hold, and errors of more than "
                 f"{most:.1%} grow among {self.comm.world} replicas: take int4 or int8"
             )
-        if self.codec is None:
-            self._content = _Exact(self._biased.data)
-        else:
-            self._content = _Encoded(self._biased, self.codec, edges)
+        self._content = _Exact(self._biased) if self.codec is None else _Encoded(self._biased, self.codec, edges)
         if self.overlap is None and self.comm.world > 1:
             # mailboxes need a group of their own: their pending receives must not match other messages
             group = new_group(dist.get_process_group_ranks(self.comm.group), timeout_of(self.comm.group), "gloo")
@@ -425,52 +421,37 @@ _GRAPHS: dict[str, Callable[[int], list[int]]] = {"exponential": _exponential, "
 # Contents of messages ----------------------------------------------------------------------------------------------
 
 
-class _Content(Protocol):
-    """Moves weights to and from the buffers of messages. ``edge`` is the index of a peer."""
-
-    def message(self) -> Tensor:
-        """Return a new buffer for a message."""
-
-    def push(self, biased: Tensor, weight: Tensor, edge: int, sent: Tensor) -> None:
-        """Move half of ``biased`` to ``sent``. ``weight`` is sent with it: half of the push-sum weight."""
-
-    def receive(self, biased: Tensor, weight: Tensor, edge: int, received: Tensor) -> None:
-        """Decode ``received`` and add it to ``biased``. ``weight`` was received with it."""
-
-    def restart(self, weights: Tensor) -> None:
-        """Restart from ``weights``, which all replicas have."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of buffers beside the messages."""
-
-
 class _Exact:
-    """Moves weights by messages in fp32, without loss."""
+    """Moves weights to and from the buffers of messages, in fp32; ``edge`` is the index of a peer."""
 
     nbytes = 0
+    """Bytes of buffers beside the messages."""
 
-    def __init__(self, biased: Tensor) -> None:
+    def __init__(self, biased: LocalBuffer) -> None:
         self._biased = biased
 
     def message(self) -> Tensor:
-        return torch.empty_like(self._biased)
+        """Return a new buffer for a message."""
+        return torch.empty_like(self._biased.data)
 
     def push(self, biased: Tensor, weight: Tensor, edge: int, sent: Tensor) -> None:
+        """Move half of ``biased`` to ``sent``. ``weight`` is sent with it: half of the push-sum weight."""
         biased.mul_(0.5)
         sent.copy_(biased)
 
     def receive(self, biased: Tensor, weight: Tensor, edge: int, received: Tensor) -> None:
+        """Decode ``received`` and add it to ``biased``. ``weight`` was received with it."""
         biased.add_(received)
 
     def restart(self, weights: Tensor) -> None:
-        pass
+        """Restart from ``weights``, which all replicas have."""
 
 
-class _Encoded:
+class _Encoded(_Exact):
     """Messages of differences to an estimate of the sender's weights, which both ends of an edge hold."""
 
     def __init__(self, biased: LocalBuffer, codec: str, edges: int) -> None:
+        super().__init__(biased)
         self._codec, self._counts = codec_of(codec, BLOCK), biased.counts()
         numel, device = biased.data.numel(), biased.data.device
         self._scratch = torch.empty_like(biased.data)
@@ -478,6 +459,8 @@ class _Encoded:
         """-h for each peer that this rank sends to, as an EF21 residual is minus the estimate."""
         self._of_source = [torch.zeros_like(biased.data) for _ in range(edges)]
         """h for each peer that sends to this rank."""
+        kept = sum(each.nbytes for each in self._minus_sent) + sum(each.nbytes for each in self._of_source)
+        self.nbytes = kept + self._scratch.nbytes + self._counts.nbytes
 
     def message(self) -> Tensor:
         size = self._codec.message_bytes(self._scratch.numel())
@@ -499,8 +482,3 @@ class _Encoded:
             torch.neg(weights, out=residual.values[0])
         for estimate in self._of_source:
             estimate.copy_(weights)
-
-    @property
-    def nbytes(self) -> int:
-        sent = sum(each.nbytes for each in self._minus_sent)
-        return sent + sum(each.nbytes for each in self._of_source) + self._scratch.nbytes + self._counts.nbytes

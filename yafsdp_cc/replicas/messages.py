@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllToAllOptions
 
 from yafsdp_cc.compression import error_feedback
-from yafsdp_cc.compression.codec import codec_of
+from yafsdp_cc.compression.codec import BLOCK, codec_of
 from yafsdp_cc.compression.error_feedback import Residual
 from yafsdp_cc.engine.mesh import timeout_of
 from yafsdp_cc.engine.streams import comm_stream
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from yafsdp_cc.compression.codec import Codec
     from yafsdp_cc.engine.communicator import Communicator, Works
 
-BLOCK = 256
-"""Elements that share a scale."""
 _HEADER_TAG, _DATA_TAG, _RECEIPT_TAG = 3, 4, 5
 _NOT_THERE = math.nan
 """Value in a header until the message arrives."""
@@ -47,7 +45,6 @@ class BackgroundSum:
 
     def __init__(self, comm: Communicator, like: Sequence[Tensor], flags: Tensor, codec: str | None) -> None:
         self.total = LocalBuffer(like, 1 if codec is None else BLOCK)
-        """Buffer that is summed in place."""
         total = self.total.data
         self._comm, self._flags = comm, flags
         self._stream = comm_stream(total.device)

@@ -27,12 +27,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from yafsdp_cc.compression import error_feedback, sparse
-from yafsdp_cc.compression.codec import codec_of
+from yafsdp_cc.compression import error_feedback
+from yafsdp_cc.compression.codec import BLOCK, codec_of
+from yafsdp_cc.compression.codecs import TopK2Bit
 from yafsdp_cc.compression.error_feedback import Residual
 from yafsdp_cc.engine.streams import comm_stream
 from yafsdp_cc.replicas.membership import AllReplicas, Task
-from yafsdp_cc.replicas.messages import BLOCK, BackgroundSum
+from yafsdp_cc.replicas.messages import BackgroundSum
 from yafsdp_cc.replicas.plain_values import decoded, encoded
 from yafsdp_cc.replicas.sync import (
     LocalBuffer,
@@ -125,7 +126,7 @@ class Outer(ReplicaSync):
         self.every, self.lr, self.momentum, self.sync_steps = every, lr, momentum, sync_steps
         self.fragments, self.delay, self.mix, self.codec, self.decay = fragments, delay, mix, codec, decay
         self.membership = membership
-        block = _SPARSE_BLOCK if codec == sparse.TopK2Bit.name else BLOCK
+        block = _SPARSE_BLOCK if codec == TopK2Bit.name else BLOCK
         self._codec = None if codec is None else codec_of(codec, block)
         self._step = 0
         """Number of steps in this round so far."""

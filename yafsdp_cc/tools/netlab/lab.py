@@ -119,7 +119,7 @@ class Lab:
         self._on_ranks(_execute, timeout, command)
 
     def set_bandwidth(self, bandwidth: str, *, rank: int | None = None, receive: str | None = None) -> None:
-        """Change the rate of every link, or of one rank's, of running ranks too, also by one of the ranks themselves."""
+        """Change the rate of every link, or of one rank's, of running ranks too; a rank may call it itself."""
         self.links.set_bandwidth(bandwidth, rank=rank, receive=receive)
 
     def traffic(self) -> list[Traffic]:
