@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import random
 import re
-import sqlite3
-from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,12 +18,12 @@ from torch.profiler import ProfilerActivity, profile
 
 import yafsdp_cc
 from tests.ranks import on_ranks
-from tests.report.traces import GEMM, OTHER_PROCESS, TRUTH, write_kineto, write_nsys
+from tests.report.traces import GEMM, TRUTH, write_kineto
 from yafsdp_cc.tools.report.overlap import Shared, joined, length, measure, without
 from yafsdp_cc.tools.report.trace import UnreadableError, read
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    pass
 
 
 def test_arithmetic_is_that_of_sets_of_microseconds() -> None:
@@ -55,12 +53,9 @@ def test_a_modelled_wire_communicates(tmp_path: Path) -> None:
     assert measure(read(trace)).communication == TRUTH["communication"]
 
 
-@pytest.mark.parametrize(
-    ("write", "name"),
-    [(write_kineto, "trace.json"), (write_kineto, "trace.json.gz"), (write_nsys, "trace.sqlite")],
-)
-def test_a_step_made_by_hand(tmp_path: Path, write: Callable[[Path], Path], name: str) -> None:
-    trace = read(write(tmp_path / name))
+@pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
+def test_a_step_made_by_hand(tmp_path: Path, name: str) -> None:
+    trace = read(write_kineto(tmp_path / name))
     found = measure(trace)
     assert (trace.steps, trace.end - trace.start) == (1, TRUTH["window"])
     assert {kind: found.kinds[kind] for kind in ("all-gather", "reduce", "copy")} == {
@@ -129,24 +124,17 @@ def test_what_is_no_trace_is_told_by_name(tmp_path: Path) -> None:
     half.write_text(half.read_text()[:-100])
     (tmp_path / "list.json").write_text("[]")
     (tmp_path / "empty.json").write_text('{"traceEvents": []}')
-    (tmp_path / "text.sqlite").write_text("no database, but text that is long enough to be looked at" * 20)
-    (tmp_path / "no_cuda.sqlite").write_bytes(b"")
+    (tmp_path / "rank0.nsys-rep").write_bytes(bytes(range(256)))
     (tmp_path / "cut.json.gz").write_bytes(write_kineto(tmp_path / "whole.json.gz").read_bytes()[:99])
     damaged = bytearray((tmp_path / "whole.json.gz").read_bytes())
     damaged[40:60] = bytes(20)
     (tmp_path / "damaged.json.gz").write_bytes(damaged)
     (tmp_path / "no_start.json").write_text(write_kineto(tmp_path / "whole.json").read_text().replace('"ts"', '"at"'))
-    several = write_nsys(tmp_path / "several.sqlite")
-    with closing(sqlite3.connect(several)) as database:
-        database.execute("UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET globalPid = ? WHERE streamId = 7", (OTHER_PROCESS,))
-        database.commit()
     for name, message in (
-        ("several.sqlite", "2 processes in one report"),
         ("half.json", "not a whole trace"),
         ("list.json", 'no "traceEvents"'),
         ("empty.json", "no kernel, copy or operator"),
-        ("text.sqlite", "not a whole trace"),
-        ("no_cuda.sqlite", "--trace=cuda,nvtx"),
+        ("rank0.nsys-rep", "not a whole trace"),
         ("cut.json.gz", "not a whole trace"),
         ("damaged.json.gz", "not a whole trace"),
         ("no_start.json", "not a whole trace"),

@@ -15,7 +15,7 @@ import torch
 
 from tests.cli.command import ROOT
 from tests.ranks import on_ranks
-from tests.report.traces import write_kineto, write_nsys
+from tests.report.traces import write_kineto
 from tests.soak import LONG
 from yafsdp_cc.tools import cli
 from yafsdp_cc.tools.cli.capture import capture
@@ -44,7 +44,7 @@ def write_run(folder: Path, **figures: Any) -> Path:
 def test_the_command_without_torch(tmp_path: Path) -> None:
     """All of it, help and tables: torch alone would take seconds."""
     one, other = write_run(tmp_path / "runs" / "one"), write_run(tmp_path / "runs" / "other", tokens_per_s=100)
-    traces = [write_kineto(tmp_path / "rank0.json.gz"), write_nsys(tmp_path / "rank1.sqlite")]
+    traces = [write_kineto(tmp_path / f"rank{rank}.json.gz") for rank in range(2)]
     program = (
         "import sys\nfrom yafsdp_cc.tools.cli import main\nstatus = main(sys.argv[1:])\n"
         "assert 'torch' not in sys.modules\nsys.exit(status)"
@@ -162,12 +162,10 @@ def test_what_is_no_run_is_told_by_name(tmp_path: Path, capsys: pytest.CaptureFi
         with pytest.raises(UnreadableError, match=message):
             read_run(tmp_path / name / "metrics.jsonl")
     (tmp_path / "empty").mkdir()
-    (tmp_path / "profile.nsys-rep").touch()
     for path, message in (
         ("empty", "no metrics.jsonl and no trace in this folder"),
         ("nowhere", "nowhere: No such file or directory"),
         ("words", "not a JSON object"),
-        ("profile.nsys-rep", "nsys is needed"),
     ):
         assert cli.main(["report", str(tmp_path / path)]) == 1
         assert message in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Traces made by hand: one step of two units on a GPU, in the format of Kineto and in that of Nsight Systems.
+"""A trace made by hand: one step of two units on a GPU, in the format of Kineto.
 
 Microseconds. The sums that a report must find are ``TRUTH``, added up by hand from ``ON_GPU``.
 """
@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import sqlite3
-from contextlib import closing
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -89,56 +87,4 @@ def write_kineto(path: Path) -> Path:
         events.append({"ph": "X", "pid": 0, "args": {"correlation": number} | place} | kernel)
     data = json.dumps({"schemaVersion": 1, "traceEvents": events})
     path.write_bytes(gzip.compress(data.encode()) if path.suffix == ".gz" else data.encode())
-    return path
-
-
-SCHEMA = """
-CREATE TABLE StringIds (id INTEGER NOT NULL PRIMARY KEY, value TEXT NOT NULL);
-CREATE TABLE CUPTI_ACTIVITY_KIND_KERNEL (start INTEGER NOT NULL, end INTEGER NOT NULL, deviceId INTEGER NOT NULL,
-    contextId INTEGER NOT NULL, streamId INTEGER NOT NULL, correlationId INTEGER, globalPid INTEGER,
-    demangledName INTEGER NOT NULL, shortName INTEGER NOT NULL, gridX INTEGER, gridY INTEGER, gridZ INTEGER,
-    blockX INTEGER, blockY INTEGER, blockZ INTEGER);
-CREATE TABLE CUPTI_ACTIVITY_KIND_MEMCPY (start INTEGER NOT NULL, end INTEGER NOT NULL, deviceId INTEGER NOT NULL,
-    contextId INTEGER NOT NULL, streamId INTEGER NOT NULL, correlationId INTEGER, globalPid INTEGER,
-    bytes INTEGER NOT NULL, copyKind INTEGER NOT NULL);
-CREATE TABLE CUPTI_ACTIVITY_KIND_RUNTIME (start INTEGER NOT NULL, end INTEGER NOT NULL, eventClass INTEGER NOT NULL,
-    globalTid INTEGER, correlationId INTEGER, nameId INTEGER NOT NULL, returnValue INTEGER NOT NULL);
-CREATE TABLE NVTX_EVENTS (start INTEGER NOT NULL, end INTEGER, eventType INTEGER NOT NULL, rangeId INTEGER,
-    category INTEGER, color INTEGER, text TEXT, globalTid INTEGER, endGlobalTid INTEGER, textId INTEGER,
-    domainId INTEGER, uint64Value INTEGER);
-"""
-"""What is read of NVIDIA's SQLite Export Schema Reference, with the columns beside it."""
-PROCESS, OTHER_PROCESS = 0x1000063000000, 0x1000064000000
-
-
-def write_nsys(path: Path) -> Path:
-    """Write it as ``nsys export --type sqlite`` does, with another process of the same correlations beside it."""
-    path.unlink(missing_ok=True)
-    with closing(sqlite3.connect(path)) as database:
-        database.executescript(SCHEMA)
-        strings: dict[str, int] = {}
-
-        def string(text: str) -> int:
-            return strings.setdefault(text, len(strings) + 1)
-
-        for place, (name, thread, start, end) in enumerate(RANGES):
-            # Registered strings have an identifier, others stand in the table.
-            text, identifier = (name, None) if place % 2 else (None, string(name))
-            row = (start * 1000, end * 1000, 60, place, None, None, text, PROCESS + thread, None, identifier, 1, 4096)
-            database.execute(f"INSERT INTO NVTX_EVENTS VALUES ({','.join('?' * 12)})", row)
-        never_ended = (1000, None, 60, 99, None, None, "YaFSDP::reduce (b)", PROCESS + THREAD, None, None, 1, 0)
-        database.execute(f"INSERT INTO NVTX_EVENTS VALUES ({','.join('?' * 12)})", never_ended)
-        for number, each in enumerate(ON_GPU):
-            row: tuple[int, ...] = (each.start * 1000, each.end * 1000, 0, 1, each.stream, number, PROCESS)
-            if each.name.startswith("Memcpy"):
-                row += (4096, 8 if "DtoD" in each.name else 1)
-                database.execute(f"INSERT INTO CUPTI_ACTIVITY_KIND_MEMCPY VALUES ({','.join('?' * 9)})", row)
-            else:
-                row += (string(each.name), string(each.name), each.grid, 1, 1, 128, 1, 1)
-                database.execute(f"INSERT INTO CUPTI_ACTIVITY_KIND_KERNEL VALUES ({','.join('?' * 15)})", row)
-            for process, when in ((PROCESS, each.launched), (OTHER_PROCESS, 7)):
-                call = (when * 1000, when * 1000 + 2000, 0, process + each.thread, number, string("cudaLaunch"), 0)
-                database.execute(f"INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME VALUES ({','.join('?' * 7)})", call)
-        database.executemany("INSERT INTO StringIds VALUES (?, ?)", [(i, text) for text, i in strings.items()])
-        database.commit()
     return path

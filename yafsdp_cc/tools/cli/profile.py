@@ -13,7 +13,8 @@ from pathlib import Path
 
 ABOUT = """\
 Records some optimizer steps of every rank, without a change to the script: by torch.profiler (kineto), also without a
-GPU, or by Nsight Systems (nsys), whose command is printed. Afterwards: yafsdp-cc report FOLDER."""
+GPU, or by Nsight Systems (nsys), whose command is printed. Afterwards: yafsdp-cc report FOLDER,
+or Nsight Systems."""
 
 
 def main(argv: list[str]) -> int:
@@ -61,14 +62,15 @@ def main(argv: list[str]) -> int:
     written = len(_traces(folder))
     if written:
         traces = "1 trace" if written == 1 else f"{written} traces"
-        print(f"{parser.prog}: {traces} in {asked.output}; yafsdp-cc report {asked.output} shows what they tell")
+        shows = f"yafsdp-cc report {asked.output}" if asked.tool == "kineto" else "nsys-ui"
+        print(f"{parser.prog}: {traces} in {asked.output}; {shows} shows what they tell")
     else:
         print(f"{parser.prog}: nothing was recorded", file=sys.stderr)
     return status or int(not written)
 
 
 def _traces(folder: Path) -> list[Path]:
-    return [each for kind in ("json.gz", "nsys-rep", "sqlite") for each in folder.glob(f"rank*.{kind}")]
+    return [each for kind in ("json.gz", "nsys-rep") for each in folder.glob(f"rank*.{kind}")]
 
 
 def nsys_arguments(argv: list[str], folder: Path, trace: str) -> list[str]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,10 +12,9 @@ from yafsdp_cc.tools.table import table
 
 ABOUT = """\
 A run is a folder with the metrics.jsonl that yafsdp_cc.Metrics writes, or that file; several are compared.
-A trace is what yafsdp-cc profile or torch.profiler has written (.json, .json.gz), or a report of Nsight Systems
-(.nsys-rep, .sqlite): its communication, what of it was exposed, by unit, and what it slowed down. A folder stands for
-everything of these in it."""
-TRACES = (".json", ".json.gz", ".sqlite", ".nsys-rep")
+A trace is what yafsdp-cc profile or torch.profiler has written (.json, .json.gz): its communication, what of it was
+exposed, by unit, and what it slowed down. A folder stands for everything of these in it."""
+TRACES = (".json", ".json.gz")
 
 
 def main(argv: list[str]) -> int:
@@ -34,7 +31,7 @@ def main(argv: list[str]) -> int:
     try:
         files = list({file.resolve(): file for path in asked.paths for file in _files(path)}.values())
         runs = [tables.read_run(file) for file in files if file.suffix == ".jsonl"]
-        traces = [measure(read(_exported(file))) for file in files if file.suffix != ".jsonl"]
+        traces = [measure(read(file)) for file in files if file.suffix != ".jsonl"]
     except (UnreadableError, OSError) as error:
         print(f"yafsdp-cc report: {error}", file=sys.stderr)
         return 1
@@ -62,23 +59,8 @@ def _files(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
     found = [each for each in sorted(path.iterdir()) if each.name == "metrics.jsonl" or each.name.endswith(TRACES)]
-    exported = {each.with_suffix("") for each in found if each.suffix == ".sqlite"}
-    found = [each for each in found if each.suffix != ".nsys-rep" or each.with_suffix("") not in exported]
     if not found:
         runs = ", ".join(str(each.parent) for each in sorted(path.glob("*/metrics.jsonl")))
         hint = f"; name one of those in it: {runs}" if runs else ""
         raise UnreadableError(f"{path}: no metrics.jsonl and no trace in this folder{hint}")
     return found
-
-
-def _exported(path: Path) -> Path:
-    """Return a readable trace: a report of Nsight Systems is exported by its own tool first."""
-    if path.suffix != ".nsys-rep":
-        return path
-    database = path.with_suffix(".sqlite")
-    command = ["nsys", "export", "--type", "sqlite", "--force-overwrite", "true", "--output", str(database), str(path)]
-    if shutil.which("nsys") is None:
-        raise UnreadableError(f"{path}: nsys is needed to read it, and not on PATH; where it is: {' '.join(command)}")
-    if subprocess.run(command, stdout=subprocess.DEVNULL).returncode != 0:
-        raise UnreadableError(f"{path}: nsys could not export it")
-    return database

@@ -1,4 +1,4 @@
-"""One table of activities, from a trace of Kineto (``torch.profiler``) or an export of Nsight Systems.
+"""One table of activities, from a trace of Kineto (``torch.profiler``).
 
 An activity is a kernel or copy of a GPU. In a trace without a GPU, it is an outermost operator of a thread, or an
 operation of a gloo thread. It belongs to the ranges that were open on the launching thread: ``YaFSDP::gather
@@ -10,10 +10,8 @@ from __future__ import annotations
 import gzip
 import json
 import re
-import sqlite3
 import zlib
 from collections import defaultdict
-from contextlib import closing
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
@@ -76,10 +74,10 @@ def read(path: Path) -> Trace:
     """Read a trace.
 
     Args:
-        path: file of ``export_chrome_trace`` (``.json``, ``.json.gz``) or ``nsys export --type sqlite`` (``.sqlite``).
+        path: file of ``export_chrome_trace`` (``.json``, ``.json.gz``).
 
     Raises:
-        UnreadableError: the file is neither, or holds no activity.
+        UnreadableError: the file is something else, or holds no activity.
     """
     try:
         return _read(path)
@@ -92,13 +90,13 @@ def read(path: Path) -> Trace:
         raise UnreadableError(f"{path}: {what}") from error
 
 
-_CUT_OFF = (EOFError, UnicodeDecodeError, json.JSONDecodeError, zlib.error, sqlite3.DatabaseError)
+_CUT_OFF = (EOFError, UnicodeDecodeError, json.JSONDecodeError, zlib.error)
 _OF_ANOTHER_FORM = (AttributeError, KeyError, TypeError)
-"""Exceptions that a missing value, or one of another type than torch and nsys write, raises."""
+"""Exceptions that a missing value, or one of another type than torch writes, raises."""
 
 
 def _read(path: Path) -> Trace:
-    launches, ranges = _read_nsys(path) if path.suffix == ".sqlite" else _read_kineto(path)
+    launches, ranges = _read_kineto(path)
     if not launches:
         raise UnreadableError(f"{path}: no kernel, copy or operator in this trace; record it with yafsdp-cc profile")
     steps = [each for each in ranges if re.match(r"ProfilerStep#|YaFSDP::iteration", each.name)]
@@ -135,7 +133,7 @@ def _read_kineto(path: Path) -> tuple[list[_Launch], list[_Range]]:
     for each in on_gpu:
         arguments = each.get("args", {})
         call = calls.get(arguments.get("correlation"), {"tid": None, "ts": each["ts"]})
-        lane = _stream(arguments.get("device", 0), arguments.get("stream", each["tid"]))
+        lane = f"GPU {arguments.get('device', 0)}, stream {arguments.get('stream', each['tid'])}"
         shape = f"{arguments.get('grid')} {arguments.get('block')} {arguments.get('bytes', '')}"
         launches.append(
             _Launch(each["ts"], each["ts"] + each["dur"], each["name"], lane, shape, call["tid"], call["ts"])
@@ -173,54 +171,6 @@ def _operators(events: list[dict[str, Any]]) -> list[_Launch]:
 def _collective(name: str) -> str:
     """Return one name for ``gloo:all_to_all`` and ``c10d::alltoall_base_``. Gloo's reduce-scatter is an all-reduce."""
     return name.rpartition(":")[2].replace("_base", "").replace("_", "").replace("reducescatter", "allreduce")
-
-
-def _read_nsys(path: Path) -> tuple[list[_Launch], list[_Range]]:
-    """Source: NVIDIA Nsight Systems, SQLite Export Schema Reference."""
-    launches, thousand = [], 1e3  # nsys counts nanoseconds
-    with closing(sqlite3.connect(path.absolute().as_uri() + "?mode=ro", uri=True)) as database:
-        tables = {name for (name,) in database.execute("SELECT name FROM sqlite_master")}
-        if not {"StringIds", "CUPTI_ACTIVITY_KIND_KERNEL", "CUPTI_ACTIVITY_KIND_RUNTIME"} <= tables:
-            raise UnreadableError(f"{path}: no CUDA kernels in it: record with nsys profile --trace=cuda,nvtx")
-        strings = dict(database.execute("SELECT id, value FROM StringIds"))
-        # the lower 24 bits of a globalTid are the thread; a correlation id is unique within its process
-        calls = {
-            (thread >> 24, correlation): (thread, start / thousand)
-            for thread, correlation, start in database.execute(
-                "SELECT globalTid, correlationId, start FROM CUPTI_ACTIVITY_KIND_RUNTIME"
-            )
-        }
-        size = " || ' ' || ".join(f"{part}{axis}" for part in ("grid", "block") for axis in "XYZ")
-        wanted = {
-            "KERNEL": f"demangledName, {size}",
-            "MEMCPY": "'Memcpy', copyKind || ' ' || bytes",
-            "MEMSET": "'Memset', bytes",
-        }
-        processes = set()
-        common = "start, end, deviceId, streamId, globalPid, correlationId"
-        for table, columns in wanted.items():
-            if f"CUPTI_ACTIVITY_KIND_{table}" not in tables:
-                continue
-            rows = database.execute(f"SELECT {common}, {columns} FROM CUPTI_ACTIVITY_KIND_{table}")
-            for start, end, device, stream, process, correlation, name, shape in rows:
-                processes.add(process)
-                call = calls.get((process >> 24, correlation), (None, start / thousand))
-                told = strings.get(name, str(name)), _stream(device, stream), str(shape)
-                launches.append(_Launch(start / thousand, end / thousand, *told, *call))
-        ranges = []
-        if "NVTX_EVENTS" in tables:
-            rows = database.execute("SELECT start, end, text, textId, globalTid FROM NVTX_EVENTS WHERE end > start")
-            for start, end, text, name, thread in rows:
-                ranges.append(_Range(start / thousand, end / thousand, text or strings.get(name, ""), thread))
-    if len(processes) > 1:
-        raise UnreadableError(
-            f"{path}: {len(processes)} processes in one report: run nsys in each rank, not around all"
-        )
-    return launches, ranges
-
-
-def _stream(device: object, stream: object) -> str:
-    return f"GPU {device}, stream {stream}"
 
 
 # What an activity is -------------------------------------------------------------------------------------------------
