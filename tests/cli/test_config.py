@@ -281,7 +281,7 @@ def test_the_documented_file_and_its_plan(folder: Path) -> None:
     assert "\n".join(["arguments that are no defaults", *lines, "```"]) in page
 
 
-def yafsdp_cc_without_torch(*argv: str, answers: str = "") -> subprocess.CompletedProcess[str]:
+def yafsdp_cc_without_torch(*argv: str) -> subprocess.CompletedProcess[str]:
     program = """
 import sys, yafsdp_cc.tools.cli as cli
 try:
@@ -291,30 +291,19 @@ finally:
 """
     command = [sys.executable, "-c", program, *argv]
     environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
-    return subprocess.run(command, input=answers, capture_output=True, text=True, env=environment, timeout=100)
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=100)
 
 
-def test_answers_become_a_run_file(folder: Path) -> None:
-    written = yafsdp_cc_without_torch("config", answers="4\n2\n10.0.0.1\n\nbf15\nbf16\n\n2\nint8\n\n")
+def test_a_new_run_file_is_read_back(folder: Path) -> None:
+    written = yafsdp_cc_without_torch("config")
     assert written.returncode == 0, written.stderr
-    assert 'precision.param: "bf15" cannot be' in written.stdout
-    found = {name: one.value for name, one in config.read("run.yaml").items()}
-    assert found == {
-        "launch.nproc_per_node": 4,
-        "launch.nnodes": 2,
-        "launch.master_addr": "10.0.0.1",
-        "precision.param": "bf16",
-        "shard.replicate": 2,
-        "compression.gradients": "int8",
-    }
+    assert list(config.read("run.yaml")) == ["launch.nproc_per_node"]
+    assert Path("run.yaml").read_text().count("\n  # ") > len(config.known())  # all others are there as comments
     again = yafsdp_cc_without_torch("config")
     assert (again.returncode, again.stderr) == (
         1,
         "run.yaml is there already: name another, --out=FILE, or remove it\n",
     )
-    cut_short = yafsdp_cc_without_torch("config", "--out=other.yaml", answers="4\n")
-    assert cut_short.returncode == 1
-    assert not Path("other.yaml").exists()
 
 
 def test_forms_print_what_they_name(

@@ -1,4 +1,4 @@
-"""``yafsdp-cc config``: ask for the settings of a run, show them, or check them."""
+"""``yafsdp-cc config``: write a run file, show its settings, or check them."""
 
 from __future__ import annotations
 
@@ -11,19 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-ASKED = (
-    ("launch.nproc_per_node", "Ranks on each machine"),
-    ("launch.nnodes", "Machines"),
-    ("launch.master_addr", "Machine 0"),
-    ("launch.master_port", "Port on machine 0"),
-    ("precision.param", "Precision of the computation"),
-    ("shard.zero_stage", "ZeRO stage"),
-    ("shard.replicate", "Replicas of the sharded model"),
-    ("compression.gradients", "Compression of gradients; fp32 for none"),
-    ("launch.log_dir", "Folder for logs"),
-)
-"""Settings that are asked for, in order; the schema has the description of each."""
 
 
 def main(argv: list[str]) -> int:
@@ -43,28 +30,26 @@ def main(argv: list[str]) -> int:
         elif asked.default:
             print(to_yaml({}), end="")
         else:
-            if Path(asked.out).exists():
-                raise FileExistsError(f"{asked.out} is there already: name another, --out=FILE, or remove it")
-            text = to_yaml(_answers())
+            gpus = len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
             with open(asked.out, "x", encoding="utf-8") as file:
-                file.write(text)
-            print(f"{asked.out} is written; yafsdp-cc launch --config {asked.out} script.py takes it")
+                file.write(to_yaml({"launch.nproc_per_node": gpus or 2}))
+            print(f"{asked.out} is written: edit it; yafsdp-cc launch --config {asked.out} script.py takes it")
     except BrokenPipeError:
         raise
+    except FileExistsError:
+        print(f"{asked.out} is there already: name another, --out=FILE, or remove it", file=sys.stderr)
+        return 1
     except (RunFileError, OSError) as error:
         print(error, file=sys.stderr)
-        return 1
-    except EOFError:
-        print("\nno more answers: nothing is written; --default prints a file without asking", file=sys.stderr)
         return 1
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    about = "Asks for the settings that matter and writes them as YAML, for yafsdp-cc launch --config FILE script.py."
+    about = "Writes every setting as YAML, with what it does, for yafsdp-cc launch --config FILE script.py."
     parser = argparse.ArgumentParser(prog="yafsdp-cc config", description=about, allow_abbrev=False)
     parser.add_argument("--out", default="run.yaml", metavar="FILE", help="where to write (%(default)s)")
-    parser.add_argument("--default", action="store_true", help="print all settings with their defaults instead")
+    parser.add_argument("--default", action="store_true", help="print it instead, all of it commented out")
     forms = parser.add_subparsers(dest="form", title="other forms", metavar="FORM")
     show = forms.add_parser("show", help="check a run file, and print its settings and where each is from")
     show.add_argument("file", nargs="?", help="a run file (the one that YAFSDP_CC_CONFIG names)")
@@ -97,36 +82,3 @@ def _table(settings: Mapping[str, Any]) -> str:
         rows.append((name, json.dumps(value), source))
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
     return "\n".join(f"{name:<{widths[0]}}  {value:<{widths[1]}}  {source}" for name, value, source in rows)
-
-
-# Questions ------------------------------------------------------------------------------------------------------------
-
-
-def _answers() -> dict[str, Any]:
-    """Ask for settings until each answer is valid; return those that are not defaults."""
-    import yaml
-
-    from yafsdp_cc.config import allowed, known, mistake_in, summary
-
-    defaults = {name: known()[name].get("default") for name, _ in ASKED}
-    gpus = len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
-    proposed = {**defaults, "launch.nproc_per_node": gpus or 2}
-    answers: dict[str, Any] = {}
-    for name, question in ASKED:
-        if name.startswith("launch.master") and "launch.nnodes" not in answers:
-            continue
-        one = known()[name]
-        print(f"\n{question}: {allowed(one)}.\n  {summary(one)}")
-        while True:
-            text = input(f"{name} [{'null' if proposed[name] is None else proposed[name]}]: ").strip()
-            try:
-                value = yaml.safe_load(text) if text else proposed[name]
-            except yaml.YAMLError:
-                value = text
-            wrong = mistake_in(name, value)
-            if not wrong:
-                break
-            print(wrong)
-        if value != defaults[name]:
-            answers[name] = value
-    return answers
