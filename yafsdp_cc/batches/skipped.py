@@ -88,7 +88,6 @@ class SkippableBatch:
         self.errors: dict[int, str] = {}
         """Exceptions of the ranks that failed in a skipped batch, and where they were raised, by global rank."""
         self.saved_bytes = 0
-        """Bytes of the state that was saved before the batch."""
 
 
 _COUNTS, _SKIP, _RAISE = range(3)
@@ -99,7 +98,6 @@ class _Op(NamedTuple):
     """One entry of a ``_CollectiveLog``."""
 
     model: int
-    """Index of the model among those of the block."""
     kind: str
     name: str = ""
     """Name of the parameter group, if any."""

@@ -141,7 +141,6 @@ class BackwardTimer(CompressionObserver):
     def __init__(self) -> None:
         super().__init__()
         self.enabled = False
-        """Whether the next backwards are timed."""
         self._finished: deque[list[tuple[str, list[tuple[Any, Any]]]]] = deque(maxlen=SAMPLES)
         """Groups of each finished backward, with (start, end) of the computation before the reduce, from ``_now``."""
         self._current: list[tuple[str, list[tuple[Any, Any]]]] | None = None
@@ -250,13 +249,11 @@ class CodecAutotuner(CompressionObserver):
         super().__init__()
         self.timer = BackwardTimer()
         self.steps = 0
-        """Number of optimizer steps since the engine was assembled."""
         self.next_tuning = FIRST
         """Number of the optimizer step after which codecs are chosen next."""
         self.last: Measurement | None = None
         """The measurement that the present codecs were chosen by."""
         self.summary = ""
-        """Text about the present codecs, for the plan and the log."""
         self._schedule = schedule
         self._config = schedule.config
         self._candidates = [self._config.make(name) for name in self._config.candidates]

@@ -35,7 +35,6 @@ BLOCK = 256
 """Elements that share a scale by default."""
 
 BLOCKS = (64, 128, 256, 512, 1024, 2048, 4096)
-"""Numbers of elements that a block may have."""
 
 _ROW = 64
 """Bytes: every message is padded to a multiple of this."""

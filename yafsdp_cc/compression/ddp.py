@@ -49,9 +49,7 @@ class CompressionHookState(CompressedCommunication):
         self.steps = 0
         """Number of backwards that have begun."""
         self.stream: CommStream | None = None
-        """Stream that averages buckets, made at the first one."""
         self.handle: CommHandle
-        """Handle of the bucket average that was issued last."""
 
 
 def encoded_mean(state: CompressionHookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

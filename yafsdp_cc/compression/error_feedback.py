@@ -324,7 +324,6 @@ class CompressionError:
         self.sums = torch.zeros(SUMS, dtype=torch.float64, device=device)
         """[3] fp64, the sums of squares of h − D(m), of h, and of D(m)."""
         self.seen = False
-        """Whether a message was observed."""
 
     @torch.no_grad()
     def observe(self, codec: Codec, messages: Tensor, residual: Residual, gradients: Tensor) -> None:
@@ -396,7 +395,6 @@ class Feedback(NamedTuple):
     noise: Noise | None
     """Random numbers for stochastic rounding, where there is no residual."""
     error: CompressionError | None
-    """Observer of the messages, if any."""
 
 
 class Encoder(ABC):

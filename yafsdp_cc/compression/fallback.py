@@ -79,7 +79,6 @@ class CodecFallback(CompressionObserver):
         self._forwards = 0
         """Number of forwards so far that began a step; further micro-batches of a step do not count."""
         self._has_reduced = True
-        """Whether a reduce was issued since the last counted forward."""
         self._measured: list[Measured] = []
         """Messages under measurement, until they are judged."""
         self._scale = 1.0
@@ -93,7 +92,6 @@ class CodecFallback(CompressionObserver):
         """Codec that each message has fallen back to."""
         self._strikes: dict[str, int] = {}
         self._smallest: dict[str, float] = {}
-        """Smallest norm measured of each message."""
         self._best, self._rises = float("inf"), 0
         self._loss: Tensor | float = 0.0
         self._losses = 0

@@ -147,9 +147,7 @@ class CompressedCommunication:
     def __init__(self, config: Compression) -> None:
         self.config = config
         self.sent_bytes = 0
-        """Number of bytes that this rank has sent in encoded collectives so far."""
         self.removed = False
-        """Whether ``remove`` has been called."""
         # the hooks count warm-up steps themselves, not the schedule
         self._schedule = CompressionSchedule(replace(config, warmup_steps=0))
         self._all_reduces: dict[Any, CompressedAllReduce] = {}

@@ -52,7 +52,6 @@ class LambRow(NamedTuple):
     fresh: Tensor | None
     """w, in ``width_of`` the weights; updated in place. None with ``EXACT``."""
     settings: tuple[float, ...]
-    """Result of ``lamb_settings``."""
 
 
 def lamb_settings(group: dict[str, Any], trust: float, steps: float, seen: float) -> tuple[float, ...]:
@@ -72,9 +71,8 @@ def update_lamb(rule: LambRule, rows: Sequence[LambRow]) -> Tensor:
     """Update parameters of one device by ``rule``, in place; versions of weights grow if they change.
 
     Returns:
-        [rows, 3] fp64, over this rank's elements. ``EXACT``: the sum of x² and that of u², where u = m̂ / (√v̂ + ε) +
-            λ·x,
-        and 0. Else the sums of (u − λ·x)² and of u², both with the bounded update and x as it was, and the largest
+        [rows, 3] fp64, over this rank's elements. ``EXACT``: the sums of x² and of u² = (m̂ / (√v̂ + ε) + λ·x)², and 0.
+        Else the sums of (u − λ·x)² and of u², both with the bounded update and x as it was, and the largest
         (√v̂ + ε) / (√ŵ + ε), which is NaN if one is.
     """
     if rule is not LambRule.EXACT:

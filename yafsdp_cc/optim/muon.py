@@ -55,8 +55,7 @@ class Muon(MatrixOptimizer):
         adjust_lr_fn: factor on the learning rate: "original", or None: √max(1, m/n) of a matrix [m, n];
             "match_rms_adamw": 0.2·√max(m, n), with which learning rate and weight decay may be AdamW's (Liu et al.,
             "Muon is Scalable for LLM Training", 2025, equation 4).
-        adamw: ``lr``, ``betas``, ``eps`` and ``weight_decay`` of all other parameters, where they differ from the
-            defaults of ``torch.optim.AdamW``.
+        adamw: settings of all other parameters (``MatrixOptimizer``).
         splits: number, or rows, of the matrices that a parameter stacks one below the other and that are orthogonalised
             separately, by ``*`` patterns of parameter names. ``{"*.qkv.weight": 3}`` for fused queries, keys and
             values.

@@ -123,8 +123,7 @@ class OneBitOptimizer(Optimizer):
     Args:
         warmup_steps, form, refreshes: as of ``OneBitAdam``.
         max_grad_norm: limit that the loop clips ``.grad`` to. Gradients that the loop does not see are clipped to it,
-            too:
-            exact ones, and in the momentum form those that are sent.
+            too: exact ones, and in the momentum form those that are sent.
 
     Raises:
         ValueError: a setting is out of range, a parameter is not sharded with a compression, the compression does not
@@ -134,7 +133,6 @@ class OneBitOptimizer(Optimizer):
     moments: ClassVar[tuple[str, ...]]
     """Names of the tensors in a parameter's state that start at zero; the first one is the momentum."""
     shortest_warmup: ClassVar[int] = 1
-    """Smallest allowed number of steps with exact sums."""
     takes_limit: ClassVar[bool] = True
     """Whether the optimizer has an argument for the loop's clipping limit."""
 

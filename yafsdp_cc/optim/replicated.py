@@ -54,13 +54,11 @@ class ReplicatedOneBitAdam(Optimizer):
     Memory of each rank: m, v, its errors, the buffer of means, in fp32: 16 bytes for each element, and 4 for each of
     the chunk that it owns.
 
+    Arguments that are not listed are those of ``OneBitAdam``.
+
     Args:
         params: all trained parameters of a module, in the same order on all ranks; or groups of them. With names, as
             from ``module.named_parameters()``, errors name them.
-        lr: the learning rate; the loop or a scheduler changes it in the groups.
-        betas: decay of the moments, the same in all groups.
-        eps: added to the root of the second moment.
-        weight_decay: decoupled (Loshchilov & Hutter, 2019).
         warmup_steps: number of steps with exact means: 15 to 25 % of all in the paper, as nothing refreshes v later.
         codec: name of the messages' codec.
         block: elements that share a scale.
@@ -89,7 +87,6 @@ class ReplicatedOneBitAdam(Optimizer):
             raise ValueError(f"warmup_steps={warmup_steps}: at least 1: the second moment is learned from exact means")
         self.warmup_steps = warmup_steps
         self.steps = 0
-        """Number of steps made."""
         self._step_supports_amp_scaling = True
         super().__init__(params, defaults)
         if (ranks := group if group is not None else dist.group.WORLD) is None:

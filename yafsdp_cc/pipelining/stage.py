@@ -98,7 +98,6 @@ class CompressedStage(PipelineStage):
         self.exact_gradients: frozenset[tuple[int, int]] = frozenset()
         """(sending stage, micro-batch) of the gradients that are sent exactly."""
         self.steps = 0
-        """Number of training steps so far."""
         self.sent_bytes = {"forward": 0, "backward": 0}
         """Bytes of all messages to other ranks so far."""
         self._trains = False
@@ -181,9 +180,7 @@ class CompressedStage(PipelineStage):
         Save it on every rank, and load it on the same stage.
 
         Args:
-            cache: whether to include the samples' activations. Without them all samples are sent exactly once more
-                after
-                ``load_state_dict``.
+            cache: whether to include the samples' activations. Without, all are sent exactly once more after loading.
         """
         senders = {f"{direction}.{place}": each.state_dict() for (direction, place), each in self._senders.items()}
         caches = {side: each.state_dict() for side, each in self._caches.items()} if cache else {}

@@ -120,7 +120,6 @@ class PlannedOwner:
 
     rank: int
     matrices: tuple[str, ...]
-    """Full names of the parameters."""
     elements: int
     newton_schulz_flops: int
     """Floating-point operations of one Newton-Schulz iteration on the trained matrices."""
@@ -161,7 +160,6 @@ class Plan:
     """Bytes of a ``ReplicaSync``'s buffers for the shard, by name."""
     secondary_shard_bytes: int = 0
     residual_bytes: int = 0
-    """Bytes of residuals of encoded gradients."""
     owners: tuple[PlannedOwner, ...] = ()
     """Owned matrices of every rank, with ``ownership``."""
     choices: tuple[PlannedChoice, ...] = ()

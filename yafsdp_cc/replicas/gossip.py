@@ -130,7 +130,6 @@ class Gossip(ReplicaSync):
         """Ranks of this replica, which must agree on the messages that have arrived."""
         self._is_in_flight = False
         self._versions: list[int] = []
-        """Versions of the parameters when their weights were shown."""
 
     def connect(self, model: nn.Module, mesh: DeviceMesh | None) -> None:
         own = self.members

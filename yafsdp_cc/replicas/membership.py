@@ -17,12 +17,8 @@ So a replica that is killed costs the others one deadline, once; one that stalls
 its exchange is given up, and until it is not waited for again. If the store's host dies, no replica can continue: it
 should be none of the replicas.
 
-torchft is no substitute, though its lighthouse and manager work on CPU and gloo (0.2 was tried): its vote is one within
-a replica (``should_commit``). After a peer was killed in the middle of a sum, one survivor may have the sum and the
-other not; the manager lets the second discard its weights and take those of the first. Here no replica loses steps to
-another's
-death. And its rounds have no deadline for those who were in the last one, only a heartbeat; it needs a server in Rust,
-and 14 packages beside it, for OpenTelemetry.
+torchft (0.2 was tried) is no substitute: its vote is one within a replica, so that where a peer dies in the middle of a
+sum a survivor may have to discard its weights, and its rounds have no deadline for those who were in the last one.
 """
 
 from __future__ import annotations
@@ -80,7 +76,6 @@ class Round:
     source: int = 0
     """Index of the member that others take weights from."""
     names: Sequence[str] = ()
-    """Names of the members."""
 
     @property
     def contributes(self) -> bool:
@@ -191,7 +186,6 @@ class Membership(Rounds):
         self._place: tuple[int, int] | None = None
         """Number of the present round, and how often it was void."""
         self._last: _Members | None = None
-        """The last round that counted."""
         self._members: _Members | None = None
         self._group = ""
         self._comm: Communicator | None = None

@@ -210,7 +210,6 @@ class PeerMailbox:
         self._sends: list[dist.Work] = []
         """Sends of the message whose receipt has not arrived."""
         self._receipt: dist.Work | None = None
-        """Send of the last receipt."""
         self._sent_count = self._received_count = 0
         self._looked = self._silence = 0.0
         """Time when this rank last looked for a message, and the seconds that it has looked in vain."""

@@ -129,7 +129,6 @@ class Outer(ReplicaSync):
         block = _SPARSE_BLOCK if codec == TopK2Bit.name else BLOCK
         self._codec = None if codec is None else codec_of(codec, block)
         self._step = 0
-        """Number of steps in this round so far."""
         self._left = sync_steps
         """Number of synchronous steps to come."""
         self._moved = False
@@ -138,7 +137,6 @@ class Outer(ReplicaSync):
         """Number of local steps so far."""
         self._pending: _Exchange | None = None
         self._age = 0
-        """Number of steps since the pending exchange began."""
 
     def connect(self, model: nn.Module, mesh: DeviceMesh | None) -> None:
         if self.membership is None:
@@ -537,7 +535,6 @@ class _Exchange:
     buffers: dict[int, Tensor] = field(default_factory=dict)
     """Buffers by fragment: the sum, or the messages of all members."""
     residuals: list[Tensor] = field(default_factory=list)
-    """Mean residuals, at the end of a round."""
     state: list[_State] = field(default_factory=list)
     error: RuntimeError | None = None
 
@@ -546,7 +543,6 @@ class _State(NamedTuple):
     """A value in the optimizer's state of a parameter."""
 
     name: str
-    """Name of the parameter."""
     key: str
     value: Any
     is_like: bool = False

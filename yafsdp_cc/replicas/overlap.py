@@ -99,7 +99,6 @@ class Overlap(ReplicaSync):
         self._first: _Step | None = None
         """Sum of the first half of a step, if it has arrived; it is in ``_kept``."""
         self._versions: list[int] = []
-        """Versions of the parameters as the last step left them."""
         self._steps = 0
         # Buffers of a step's wait and prediction
         self._grads: list[Tensor | None] = []

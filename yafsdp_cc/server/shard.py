@@ -77,7 +77,6 @@ class ServerShard:
         self.clocks: list[float] = [0] * workers
         """Number of pushes of each worker; infinity once it has finished."""
         self.version = 0
-        """Number of updates so far."""
         self.delays: Counter[int] = Counter()
         """Histogram of delays: the number of updates between a worker's pull and the update by its next push."""
         self._optimizer = optimizer([self.weights], **defaults)

@@ -49,7 +49,6 @@ class Subject(NamedTuple):
     """A model to estimate."""
 
     build: Callable[[], nn.Module]
-    """Function that makes the model on the meta device."""
     loss: Callable[[nn.Module], Tensor] | None
     """Function that runs a forward on one rank's batch; None: activations and time are left out."""
 

@@ -58,11 +58,9 @@ class Row(NamedTuple):
     activations: int | None
     """Bytes of activations at the peak; None if the model came without a loss."""
     checkpointed: int
-    """Number of blocks that are recomputed."""
     headroom: dict[str, int]
     """Bytes to leave free, by name."""
     assumed: dict[str, str]
-    """Assumptions in words."""
     seconds: StepTime | None = None
     answers: dict[str, str | float | None] = {}  # noqa: RUF012 (a tuple's default is not changed)
     """Answers by question; None where the question was not asked."""

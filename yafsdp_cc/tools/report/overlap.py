@@ -65,7 +65,6 @@ class Slowed(NamedTuple):
     """Number of runs of which at least nine tenths were beside communication; runs in between are not counted."""
     alone_us: float
     beside_us: float
-    """Mean microseconds of such a run."""
 
     @property
     def lost_us(self) -> float:
