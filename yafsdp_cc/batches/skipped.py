@@ -135,11 +135,7 @@ class _CollectiveLog:
             self.ops = []
 
     def add(self, op: _Op) -> None:
-        """Record that ``op`` is about to be issued.
-
-        Raises:
-            PeerFailedError: a rank has failed, and ``op`` must not be issued.
-        """
+        """Record that ``op`` is about to be issued; raise ``PeerFailedError`` if a rank has failed."""
         with self.lock:
             if self.is_closed:
                 raise PeerFailedError(self.reason)

@@ -105,9 +105,7 @@ def seconds_per_element(codec: Codec, gradients: Tensor, residual_dtype: torch.d
     """Return the seconds that a rank needs to encode, decode and sum an element of a reduce-scatter.
 
     Args:
-        codec: format of the messages.
         gradients: [other ranks, chunk], values to try it with.
-        residual_dtype: dtype of residuals; None: without error feedback.
     """
     (peers, chunk), device = gradients.shape, gradients.device
     messages = torch.zeros(peers, codec.message_bytes(chunk), dtype=torch.uint8, device=device)

@@ -81,9 +81,6 @@ class Codec(ABC):
 
     Args:
         block: elements that share a scale, a power of two from 64 to 4,096.
-
-    Raises:
-        ValueError: ``block`` is something else.
     """
 
     name: ClassVar[str]
@@ -158,22 +155,14 @@ def _of_its_size(decode: Callable[[Any, Tensor, Tensor], None]) -> Callable[[Any
 
 
 def kind_of(name: str) -> type[Codec]:
-    """Return the class of the codec ``name``.
-
-    Raises:
-        ValueError: there is no such codec.
-    """
+    """Return the class of the codec ``name``."""
     if name not in _codecs:
         raise ValueError(f"there is no codec {name!r}, only {', '.join([*sorted(_codecs), *ELSEWHERE])}")
     return _codecs[name]
 
 
 def codec_of(name: str, block: int = BLOCK) -> Codec:
-    """Make the codec ``name``.
-
-    Raises:
-        ValueError: there is no such codec, or it cannot have blocks of this size.
-    """
+    """Make the codec ``name``."""
     return kind_of(name)(block)
 
 
@@ -280,9 +269,6 @@ def counts_of(layout: Layout, block: int, device: torch.device, ranks: range | N
     """Return how many elements of parameters, not padding, each block of equal chunks has.
 
     Args:
-        layout: layout of the buffer.
-        block: elements of a block.
-        device: device of the result.
         ranks: adjacent ranks whose chunks are equally long; None: all.
 
     Returns:

@@ -30,11 +30,7 @@ COMPARED = ("bf16", "int8", "int4", "ternary", "onebit", LOW_RANK)
 
 
 class CompressedCollectives(Collectives):
-    """Makes the collectives of a model that is sharded with a ``Compression``.
-
-    Raises:
-        ValueError: the settings do not fit the mesh.
-    """
+    """Makes the collectives of a model that is sharded with a ``Compression``."""
 
     def __init__(self, config: Compression, mesh: DeviceMesh) -> None:
         replicas = replicate_group(mesh)

@@ -466,8 +466,6 @@ def other_chunks(buffer: Tensor, layout: Layout, rank: int) -> list[PeerChunks]:
 
     Args:
         buffer: laid out by ``layout``, or with one element for each of its blocks.
-        layout: places of the chunks.
-        rank: the rank whose chunk is left out.
     """
     block = layout.numel // max(buffer.numel(), 1)
     found = []

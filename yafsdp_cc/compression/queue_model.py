@@ -54,7 +54,6 @@ def backward_seconds(groups: Sequence[GroupCosts], picks: Sequence[int]) -> floa
     The network carries one reduce at a time. A thread that encodes (``host``) first waits for the reduce before.
 
     Args:
-        groups: costs in the order of the backward.
         picks: for each group, the index of its codec in ``codecs``.
     """
     return _simulate(groups, picks).seconds

@@ -12,15 +12,8 @@ The sum has the form of the exact reduce-scatter's: fp32, and not divided by the
 
 A ``CompressedSum`` belongs to one flat buffer. Its ``Encoder`` makes messages of gradients, exchanges them and decodes
 their sum. State that outlives a change of codec is an attribute of the ``CompressedSum``: the residual, gradients
-carried over to the next sum, the optimizer's momentum, and the counter of random numbers. The phase of the
-``CompressionSchedule`` decides what each ``start`` sends:
-
-    phase      what is sent                 sum              exact_mean
-    EXACT      gradients                    exact            -
-    KEPT       gradients                    exact            mean of the sum
-    LEARNING   gradients                    exact            mean of the sum
-    ENCODED    messages                     decoded          -
-    BOTH       messages, and gradients      decoded          mean of the exact sum
+carried over to the next sum, the optimizer's momentum, and the counter of random numbers. The ``Phase`` of the
+``CompressionSchedule`` decides what each ``start`` sends.
 
 **Momentum form.** With M of every rank w the recursion of ``error_feedback`` for a = 1 − β,
 

@@ -34,11 +34,13 @@ class Phase(Enum):
     """How gradients that have a codec are summed."""
 
     EXACT = "exact"
+    """Gradients are sent."""
     KEPT = "kept"
     """Sums are exact, and their mean is stored in ``exact_mean`` before anybody clips it."""
     LEARNING = "learning"
     """Sums as in KEPT, though ENCODED or BOTH is due: ``LocalClip`` has no limits yet. All-gathers are encoded."""
     ENCODED = "encoded"
+    """Messages are sent, and sums are decoded."""
     BOTH = "both"
     """Sums are encoded, and exact sums besides go into ``exact_mean``."""
 
@@ -181,7 +183,6 @@ class CompressionSchedule(CompressionObserver):
         """Let an optimizer set the phase. The engine must be assembled anew, as exact sums need scratch buffers.
 
         Args:
-            controller: the optimizer, referenced weakly.
             max_grad_norm: limit of the mean gradient's norm; None: gradients are not clipped before they are sent.
         """
         self.controller, self.phase = weakref.ref(controller), Phase.EXACT

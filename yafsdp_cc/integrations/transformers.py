@@ -71,7 +71,6 @@ def metrics_callback(folder: str | Path, **options: Any) -> TrainerCallback:
     It reports when the Trainer logs (``logging_steps``), with the Trainer's mean loss since it last did.
 
     Args:
-        folder: folder of the run.
         options: arguments of ``yafsdp_cc.Metrics``, except ``every``.
     """
     from transformers import TrainerCallback

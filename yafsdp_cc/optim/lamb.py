@@ -132,8 +132,7 @@ class OneBitLamb(OneBitAdam):
     def _update_moments(self, phase: Phase) -> dict[int, Row]:
         """Update all that needs no norms: moments, and weights by decoded gradients, whose trust ratios are known.
 
-        Returns:
-            The step of each parameter with an exact gradient, by the parameter's id.
+        Return the step of each parameter with an exact gradient, by the parameter's id.
         """
         jobs: Jobs = defaultdict(list)
         learned: list[Tensor] = []

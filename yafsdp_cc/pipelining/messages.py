@@ -116,7 +116,6 @@ class Encoded(Encoding):
     to message.
 
     Args:
-        codec: any codec, including a user's own.
         hadamard: rotate every block before it is encoded and back afterwards: outliers are spread over the block,
             whose scale is then smaller (``rotate``).
         rounding: rounding without error feedback.

@@ -99,8 +99,6 @@ def stages_to_compress(
         yafsdp_cc.shard(part, compression="int8" if place in chosen else None)
 
     Args:
-        pipeline_order: the actions of each rank of a schedule in their order.
-        seconds: times of every stage and micro-batch.
         exact_reduce: seconds of a stage's exact reduce over its data-parallel ranks, one number for all stages or one
             for each, calculated or measured.
         encoded_reduce: the same of an encoded reduce.

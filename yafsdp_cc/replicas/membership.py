@@ -245,11 +245,7 @@ class Membership(Rounds):
     # Steps of a round ----------------------------------------------------------------------------------------------
 
     def _enter(self) -> None:
-        """Find this rank's place in its replica, and the number of the present round.
-
-        Raises:
-            ValueError: other replicas have other settings, with which messages differ in size or meaning.
-        """
+        """Find this rank's place in its replica, and the number of the present round."""
         names = [f"{self._replica}-{uuid.uuid4().hex[:12]}"]
         if dist.is_initialized():
             self._shard, self._shards = dist.get_rank(), dist.get_world_size()

@@ -169,7 +169,6 @@ class ReplicaSync(ABC):
         """Serve ``model`` from now on. A collective: all replicas take the first one's weights and buffers.
 
         Args:
-            model: a sharded or plain model.
             mesh: 1D, the ranks that hold the same shard, one in each replica; None if replicas come and go.
         """
         if self.parameters:
@@ -211,11 +210,7 @@ class ReplicaSync(ABC):
         return [local_of(each) for each in self.parameters.values()]
 
     def adopt(self, optimizer: Optimizer) -> None:
-        """Check an optimizer before its first step on this model.
-
-        Raises:
-            ValueError: its steps cannot be synchronized in this way, or another one steps this model, too.
-        """
+        """Check an optimizer before its first step on this model."""
         if self._in_use is optimizer:
             return
         name = type(optimizer).__name__

@@ -1,10 +1,5 @@
 """Writes a training run's figures to ``metrics.jsonl``, for ``yafsdp-cc report``, and shows its progress.
 
-    with yafsdp_cc.Metrics(model, "runs/mine", total_steps=1000) as metrics:
-        for batch in batches:
-            ...  # forward, backward, optimizer.step()
-            metrics.step(loss, tokens=batch.numel() * world)
-
 Each line is a JSON object: one of ``"event": "start"``, then ``"step"`` and ``"eval"``, and ``"end"``. A resumed run
 appends to the earlier file.
 """

@@ -126,7 +126,6 @@ def events_of(plan: Plan, work: Mapping[str, Work]) -> list[Event]:
     """Return a step in the order in which it is issued.
 
     Args:
-        plan: plan of the model on one rank.
         work: operations by the name of a unit; those outside of units in "".
     """
     events: list[Event] = []
