@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, wraps
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -125,9 +124,14 @@ class _Arguments(NamedTuple):
         self,
         prepare: Callable[[Sequence[OwnedParameter]], None],
         policy: MixedPrecisionPolicy,
-        owners: Mapping[OwnedParameter, MatrixOwners] = MappingProxyType({}),
+        owners: Mapping[OwnedParameter, MatrixOwners],
     ) -> ShardingPlan:
         return ShardingPlan(self.info, policy, self.collectives, self.host, prepare, owners)
+
+    def settings(self, mp_policy: MixedPrecisionPolicy | None, ownership: Ownership) -> dict[str, Any]:
+        """Return the arguments of both that must be equal on all ranks."""
+        named = ownership if isinstance(ownership, str) else tuple(ownership)
+        return {"compression": (self.compression, FORMAT), "mp_policy": mp_policy, "ownership": named}
 
 
 # Arguments that a script leaves out ----------------------------------------------------------------------------------
@@ -362,14 +366,12 @@ def shard(
         _warn_of_emulated_bf16(policy, torch.device(mesh.device_type))
     info, across = given.info, all_groups(mesh)
     settings = {
-        "mp_policy": mp_policy,
+        **given.settings(mp_policy, ownership),
         "offload_policy": offload_policy,
         "reshard_after_forward": (given.keeps_after_forward, given.secondary_ranks),
         "zero_stage": zero_stage,
         "sync_module_states": sync_module_states,
         "separate_reduce_group": separate_reduce_group,
-        "compression": (given.compression, FORMAT),
-        "ownership": ownership if isinstance(ownership, str) else tuple(ownership),
         "torch": torch.__version__,
     }
     check_settings(settings, across)
@@ -492,12 +494,7 @@ def fully_shard(
         )
         given.check_subclasses(owned, owners, is_complete=False)
     info = given.info
-    settings = {
-        "compression": (given.compression, FORMAT),
-        "mp_policy": mp_policy,
-        "ownership": ownership if isinstance(ownership, str) else tuple(ownership),
-    }
-    check_settings(settings, all_groups(mesh), "fully_shard()")
+    check_settings(given.settings(mp_policy, ownership), all_groups(mesh), "fully_shard()")
     check_equal(owned, all_groups(mesh), values=False)
 
     def prepare(members: Sequence[OwnedParameter]) -> None:
