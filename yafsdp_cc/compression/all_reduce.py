@@ -22,8 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from yafsdp_cc.compression import error_feedback
-from yafsdp_cc.compression.codec import counts_of
-from yafsdp_cc.compression.config import LOW_RANK
+from yafsdp_cc.compression.codec import LOW_RANK, counts_of
 from yafsdp_cc.compression.error_feedback import RECEIVED, Encoder, Feedback, Residual
 from yafsdp_cc.compression.powersgd import SharedFactors
 from yafsdp_cc.compression.reduce_scatter import CodecEncoder, CompressedSum

@@ -42,8 +42,11 @@ _ROW = 64
 _LANES = 64
 """Number of running sums that ``block_sum`` adds a block in: part of the format, as it fixes the order."""
 
-ELSEWHERE = ("powersgd", "auto")
-"""Values that gradients may have in place of a codec: "powersgd" encodes whole matrices, "auto" chooses a codec."""
+LOW_RANK = "powersgd"
+"""The name of low rank, which is no codec but a collective of its own (``compression.powersgd``)."""
+
+AUTO = "auto"
+"""The name for the least lossy codec, or none, with which a reduce is hidden (``compression.autotune``)."""
 
 _codecs: dict[str, type[Codec]] = {}
 
@@ -100,7 +103,7 @@ class Codec(ABC):
         if "name" in cls.__dict__:
             known = _codecs.get(cls.name)
             # A module that is loaded again defines the same class again.
-            if cls.name in ELSEWHERE or (known is not None and _path(known) != _path(cls)):
+            if cls.name in (LOW_RANK, AUTO) or (known is not None and _path(known) != _path(cls)):
                 raise ValueError(f"there is a codec {cls.name!r} already; give {cls.__qualname__} another name")
             _codecs[cls.name] = cls
 
@@ -157,7 +160,7 @@ def _of_its_size(decode: Callable[[Any, Tensor, Tensor], None]) -> Callable[[Any
 def kind_of(name: str) -> type[Codec]:
     """Return the class of the codec ``name``."""
     if name not in _codecs:
-        raise ValueError(f"there is no codec {name!r}, only {', '.join([*sorted(_codecs), *ELSEWHERE])}")
+        raise ValueError(f"there is no codec {name!r}, only {', '.join([*sorted(_codecs), LOW_RANK, AUTO])}")
     return _codecs[name]
 
 

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 from yafsdp_cc.compression.all_gather import ENCODED_DTYPES, DeltaAllGather, RoundedAllGather
 from yafsdp_cc.compression.all_reduce import CompressedAllReduce
 from yafsdp_cc.compression.autotune import CodecAutotuner
-from yafsdp_cc.compression.config import AUTO, EXACT, LOW_RANK, ROUNDING
+from yafsdp_cc.compression.codec import AUTO, LOW_RANK
+from yafsdp_cc.compression.config import EXACT, ROUNDING
 from yafsdp_cc.compression.fallback import CodecFallback
 from yafsdp_cc.compression.powersgd import matrices_of, numel_of
 from yafsdp_cc.compression.reduce_scatter import CompressedReduceScatter

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 
-from yafsdp_cc.compression.config import AUTO, Compression, compression_of
+from yafsdp_cc.compression.codec import AUTO
+from yafsdp_cc.compression.config import Compression, compression_of
 from yafsdp_cc.compression.fsdp2 import CompressedCommunication, exact_mean
 from yafsdp_cc.engine.streams import CommHandle, CommStream, comm_stream
 

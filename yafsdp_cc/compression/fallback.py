@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from yafsdp_cc.compression.all_gather import DeltaAllGather
-from yafsdp_cc.compression.config import AUTO
+from yafsdp_cc.compression.codec import AUTO
 from yafsdp_cc.compression.error_feedback import SUMS
 from yafsdp_cc.compression.reduce_scatter import CompressedSum
 from yafsdp_cc.compression.schedule import CompressionObserver

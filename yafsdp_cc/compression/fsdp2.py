@@ -24,7 +24,8 @@ from torch.nn.functional import pad
 
 from yafsdp_cc.compression import error_feedback
 from yafsdp_cc.compression.all_reduce import CompressedAllReduce
-from yafsdp_cc.compression.config import AUTO, LOW_RANK, ROUNDING, Compression, compression_of, compression_of_run
+from yafsdp_cc.compression.codec import AUTO, LOW_RANK
+from yafsdp_cc.compression.config import ROUNDING, Compression, compression_of, compression_of_run
 from yafsdp_cc.compression.error_feedback import PlainBuffer
 from yafsdp_cc.compression.reduce_scatter import CompressedReduceScatter
 from yafsdp_cc.compression.schedule import CompressionSchedule

@@ -42,8 +42,8 @@ import torch
 from torch import Tensor
 
 from yafsdp_cc.compression import error_feedback
-from yafsdp_cc.compression.codec import Noise, counts_of
-from yafsdp_cc.compression.config import AUTO, EXACT, LOW_RANK
+from yafsdp_cc.compression.codec import AUTO, LOW_RANK, Noise, counts_of
+from yafsdp_cc.compression.config import EXACT
 from yafsdp_cc.compression.error_feedback import (
     CLASSIC,
     PART,

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
-from yafsdp_cc.compression.config import AUTO
+from yafsdp_cc.compression.codec import AUTO
 from yafsdp_cc.compression.schedule import CompressionSchedule, Phase
 from yafsdp_cc.compression.state import compressed_sum_of
 from yafsdp_cc.engine.param import owner_of

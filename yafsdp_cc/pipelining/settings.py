@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from yafsdp_cc.compression.codec import BLOCK, Scaled, codec_of, kind_of
+from yafsdp_cc.compression.codec import BLOCK, LOW_RANK, Scaled, codec_of, kind_of
 from yafsdp_cc.pipelining.messages import Encoded, Encoding, Exact, LowRank, Rounding, relative_error
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-LOW_RANK = "powersgd"
 LARGEST_ERROR = 0.5**0.5
 """Upper bound of c in E‖x − Q(x)‖ ≤ c‖x‖ (Wang et al., "Fine-tuning Language Models over Slow Networks ...", 2022)."""
 DIGEST = 8
