@@ -14,10 +14,8 @@ been everywhere after log₂ n steps. With ``overlap`` 1 the message of step k i
 x and w is always in flight, w settles near 2/3, and an update of x by the optimizer is one of z by about 1.5 times as
 much.
 
-**Each at its own pace.** Without an ``overlap`` nobody waits: the step k above is the sender's own, and a replica adds
-all messages that have arrived by the end of its step. It sends nothing in a step if the peer has not taken the last
-message on this edge, or if w < 1/2, which changes no sum either. So at most one message per edge is in flight, and w is
-at least 1/4 even if other replicas have stopped; otherwise a replica that gives half in every step and gets little in
+**Each at its own pace.** Without an ``overlap`` the step k above is the sender's own, and a replica sends nothing where
+the peer has not taken the last message on this edge, or w < 1/2: one that gives half in every step and gets little in
 return would soon move its z by many times the update. All replicas end such a phase together: each sends an end behind
 its last message, and receives until there is one on every edge.
 
