@@ -24,8 +24,8 @@ from bench.common import about, names, save
 from bench.contestants import trains
 from yafsdp_cc.compression.autotune import TOLERANCE, CodecAutotuner, backward_seconds
 from yafsdp_cc.fsdp2.module import require_state
+from yafsdp_cc.table import table
 from yafsdp_cc.tools.netlab import Lab, Unavailable
-from yafsdp_cc.tools.table import table
 
 if TYPE_CHECKING:
     from bench.trainers import Trainer

@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MAY_IMPORT = {
     "profiling": "",
     "config": "",
+    "table": "",
     # The engine runs a step, on plain tensors in flat buffers.
     "engine": "profiling",
     # Forms are kinds of weights, tensor is the class that users hold, sharding makes an engine of a module.
@@ -24,7 +25,7 @@ MAY_IMPORT = {
     "tensor": "engine forms",
     "sharding": "engine forms tensor",
     "fsdp2": "engine forms tensor sharding",
-    "plan": "engine forms sharding",
+    "plan": "table engine forms sharding",
     "compression": "profiling config engine forms tensor fsdp2 plan",
     "optim": "engine tensor compression",
     # Each of these folders trains in another way than as one sharded model.
@@ -35,7 +36,7 @@ MAY_IMPORT = {
     # Users call these modules, and commands of tools.
     "api": "profiling config engine forms tensor sharding fsdp2 plan compression replicas",
     "pipelining": "profiling engine fsdp2 compression",
-    "tools": "profiling config engine sharding fsdp2 plan compression optim checkpoint api",
+    "tools": "profiling config table engine sharding fsdp2 plan compression optim checkpoint api",
     "integrations": "fsdp2 api pipelining tools",
     "__main__": "tools",
 }

@@ -403,15 +403,10 @@ class _Kind:
 # Graphs ------------------------------------------------------------------------------------------------------------
 
 
-def _exponential(world: int) -> list[int]:
-    return [1 << power for power in range(max(1, (world - 1).bit_length()))]
-
-
-def _ring(world: int) -> list[int]:
-    return [1]
-
-
-_GRAPHS: dict[str, Callable[[int], list[int]]] = {"exponential": _exponential, "ring": _ring}
+_GRAPHS: dict[str, Callable[[int], list[int]]] = {
+    "exponential": lambda world: [1 << power for power in range(max(1, (world - 1).bit_length()))],
+    "ring": lambda world: [1],
+}
 """For each graph, the distances in ranks to the peers of a rank, given the number of ranks."""
 
 

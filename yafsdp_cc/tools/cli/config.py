@@ -75,10 +75,10 @@ def _with_torchrun(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def _table(settings: Mapping[str, Any]) -> str:
     from yafsdp_cc.config import known
+    from yafsdp_cc.table import table
 
     rows = []
     for name, one in known().items():
         value, source = settings.get(name, (one.get("default", {}), "default"))
         rows.append((name, json.dumps(value), source))
-    widths = [max(len(row[column]) for row in rows) for column in range(2)]
-    return "\n".join(f"{name:<{widths[0]}}  {value:<{widths[1]}}  {source}" for name, value, source in rows)
+    return table(*rows, left=3)

@@ -329,7 +329,7 @@ def _assumed(asked: argparse.Namespace, plan: Plan, checkpointed: int, blocks: i
 
 def _text(rows: list[Row]) -> str:
     from yafsdp_cc.plan.report import human
-    from yafsdp_cc.tools.table import table
+    from yafsdp_cc.table import table
 
     plan, empty = rows[0].plan, [""] * len(rows)
     lines = [f"{plan.elements:,} parameters in {plan.parameters:,} tensors and {len(plan.units)} units", "", "assumed"]

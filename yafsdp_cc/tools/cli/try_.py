@@ -20,11 +20,11 @@ from pathlib import Path
 from statistics import mean, median
 from typing import TYPE_CHECKING, Any
 
+from yafsdp_cc.table import table
 from yafsdp_cc.tools.cli.demo import positive
 from yafsdp_cc.tools.cli.profile import own_flags
 from yafsdp_cc.tools.report.overlap import measure
 from yafsdp_cc.tools.report.trace import read
-from yafsdp_cc.tools.table import table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
