@@ -383,7 +383,7 @@ _LEVELS = (0.92, 1.3)
 
 
 class TopK2Bit(Codec):
-    """The largest 64th of each block, as its sign and one of two magnitudes; the rest is zero.
+    """The largest 64th of each block, as its sign and one of two magnitudes; for replicas that exchange rarely.
 
     A block of 4,096 takes 148 bytes, 0.036 for each element. The magnitudes are 0.92 and 1.3 times the mean magnitude m
     of the kept elements, which loses least of Laplacian numbers (1.2 % of their squares).

@@ -367,15 +367,11 @@ class ServerShard:
 
     Args:
         weights: [n], of any floating dtype; updated in place.
-        workers: number of workers.
-        optimizer: ``torch.optim.SGD``, ``Adam`` or ``AdamW``.
         lr_lambda: function from the number of updates so far to a factor on the learning rate; None: 1.
         delay_compensation: λ, or λ₀ if ``adaptive``; 0: asynchronous SGD as it is.
         adaptive: whether λ₀ is divided by the root of a running mean of squared gradients.
         mean_square_decay: decay of that mean, from 0 to less than 1: m in the paper. With 0 the compensation of an
             element is λ₀ |g| (w - w_bak), which bounds the effect of a gradient much larger than those before it.
-        max_staleness: how many pushes a worker may be ahead of the slowest when it pulls; None: any.
-        defaults: settings of the optimizer, ``lr`` among them.
 
     Raises:
         ValueError: another optimizer, or an argument that is out of range.

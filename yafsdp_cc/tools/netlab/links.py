@@ -111,7 +111,6 @@ class Links(NamedTuple):
         """Shape links from now on. One rank does it for all; no connection notices.
 
         Args:
-            bandwidth: rate at which a machine sends, and receives.
             rank: rank whose machine's link changes; None: all.
             receive: rate at which a machine receives, if it differs.
         """
