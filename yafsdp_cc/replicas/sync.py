@@ -145,6 +145,14 @@ class ReplicaSync(ABC):
     def compare_steps(self) -> None:
         """Raise a ``RuntimeError`` if replicas have made different numbers of steps. A collective."""
 
+    def check(self, optimizer: Optimizer) -> None:
+        """Raise a ``ValueError`` if this optimizer does not update each element by its own gradient and state."""
+        if isinstance(optimizer, _REFUSED):
+            raise ValueError(
+                f"{type(self).__name__} needs an optimizer of torch.optim that treats each element by itself (AdamW, "
+                f"SGD, ...); {type(optimizer).__name__} does not. Leave sync out, or choose another optimizer"
+            )
+
     # Shared by all subclasses
 
     def connect(self, model: nn.Module, mesh: DeviceMesh | None) -> None:
@@ -220,11 +228,7 @@ class ReplicaSync(ABC):
                 "exchange something once per step: make one optimizer with several parameter groups, or call "
                 "yafsdp_cc.synchronize_replicas(model) before another one takes over"
             )
-        if isinstance(optimizer, _REFUSED):
-            raise ValueError(
-                f"{type(self).__name__} needs an optimizer of torch.optim that treats each element by itself (AdamW, "
-                f"SGD, ...); {name} does not. Leave sync out, or choose another optimizer"
-            )
+        self.check(optimizer)
         self._in_use = optimizer
         if self.optimizer is optimizer:
             return
