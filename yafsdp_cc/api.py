@@ -39,24 +39,12 @@ from yafsdp_cc.forms.spmd import data_parallel_mesh, without_data_parallel
 from yafsdp_cc.fsdp2.module import (
     MisuseError,
     ShardedModule,
-    UnshardHandle,
     built_state,
     class_of,
     make_sharded,
     register_forward_method,
-    share_comm_ctx,
 )
-from yafsdp_cc.plan import (
-    Division,
-    MatrixOwners,
-    OwnedParameter,
-    Ownership,
-    Plan,
-    Units,
-    UnitSpec,
-    assign_owners,
-    find_units,
-)
+from yafsdp_cc.plan import Plan
 from yafsdp_cc.plan.memory import plan_for
 from yafsdp_cc.plan.report import PlannedArgument
 from yafsdp_cc.profiling import mark_optimizer_steps
@@ -74,25 +62,15 @@ from yafsdp_cc.sharding.checks import (
     values_of,
 )
 from yafsdp_cc.sharding.materialize import materialize, place_buffers
-from yafsdp_cc.sharding.parameters import check_shardable, find_parameters
+from yafsdp_cc.sharding.ownership import MatrixOwners, Ownership, assign_owners
+from yafsdp_cc.sharding.parameters import OwnedParameter, check_shardable, find_parameters
 from yafsdp_cc.sharding.shards import ShardingPlan, shard_parameters
-from yafsdp_cc.sharding.units import TAKE_TURNS, is_small
+from yafsdp_cc.sharding.units import TAKE_TURNS, Division, Units, UnitSpec, find_units, is_small
 from yafsdp_cc.tensor.dtensor import FlatDTensor, sharded_as
 from yafsdp_cc.tensor.loading import patch_torch
 
 if TYPE_CHECKING:
     from yafsdp_cc.engine.spec import Collectives
-
-__all__ = [
-    "UnshardHandle",
-    "counters_of",
-    "fully_shard",
-    "plan_of",
-    "register_fsdp_forward_method",
-    "shard",
-    "share_comm_ctx",
-    "watch_loss",
-]
 
 Model = TypeVar("Model", bound=nn.Module)
 Modules = TypeVar("Modules", bound=nn.Module | list[Any])

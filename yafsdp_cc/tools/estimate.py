@@ -27,7 +27,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from yafsdp_cc.api import plan_of, shard
-from yafsdp_cc.plan import Plan, find_units
+from yafsdp_cc.plan import Plan
+from yafsdp_cc.sharding.units import find_units
 from yafsdp_cc.tools.fake_ranks import MetaDevice, fake_ranks
 from yafsdp_cc.tools.step_time import Work
 
