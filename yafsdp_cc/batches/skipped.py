@@ -215,11 +215,7 @@ class _Peers:
             self._store.set(f"{self._prefix}/{self.failures}/{rank}", text)
 
     def missing(self) -> list[_Op]:
-        """Return the collectives that other ranks have issued and this one has not, once all lists are closed.
-
-        Raises:
-            RuntimeError: a rank gives no answer, or has issued another sequence.
-        """
+        """Return the collectives that other ranks have issued and this one has not, once all lists are closed."""
         keys = [f"{self._prefix}/{self.failures}/{rank}/issued" for rank in range(len(self.ranks))]
         try:
             self._store.wait(keys, timedelta(seconds=_ANSWER))

@@ -24,7 +24,6 @@ class CompressionHookState(CompressedCommunication):
 
     Raises:
         ValueError: the compression has a setting that a hook of DDP cannot serve.
-        TypeError: ``compression`` is None or of another type.
     """
 
     def __init__(self, compression: Compression | str, group: dist.ProcessGroup | None = None) -> None:

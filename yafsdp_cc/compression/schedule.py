@@ -115,15 +115,13 @@ class CompressionSchedule(CompressionObserver):
 
     Unless an optimizer sets the phase, sums are exact for ``config.warmup_steps`` optimizer steps and encoded
     afterwards. A step is counted in the first forward that finds changed weights.
-
-    Args:
-        over_replicas: whether sums over replicas are encoded, and those over the ranks of a shard exact.
     """
 
     def __init__(self, config: Compression, *, over_replicas: bool = False) -> None:
         super().__init__()
         self.config = config
         self.over_replicas = over_replicas
+        """Whether sums over replicas are encoded, and those over the ranks of a shard exact."""
         self.phase = Phase.EXACT if config.warmup_steps else Phase.ENCODED
         """Phase of the next backward; each sum latches it in ``start``."""
         self.steps = 0

@@ -25,9 +25,6 @@ def accept_sharded_model(trainer: AnyTrainer) -> AnyTrainer:
     ``torch.distributed.checkpoint``, and ``trainer.save_model()``, to be called on every rank, writes unsharded weights
     for ``from_pretrained``. ``generate`` of the model goes on until all ranks are done, unless it is passed
     ``synced_gpus=False``. Call it before ``trainer.train()``; returns the same object.
-
-    Raises:
-        ValueError: the trainer's model is not sharded.
     """
     from transformers import TrainerCallback
 

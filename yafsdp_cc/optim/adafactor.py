@@ -36,9 +36,6 @@ class Adafactor(torch.optim.Adafactor):
 
     Arguments are those of ``torch.optim.Adafactor``; ``params`` are parameters of a sharded model, or groups of them,
     and ``foreach`` has no effect.
-
-    Raises:
-        ValueError: a setting is out of range, or a parameter is not sharded.
     """
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

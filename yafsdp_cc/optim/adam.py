@@ -182,9 +182,6 @@ class ZeroOneAdam(OneBitAdam):
     Args:
         refreshes: κ, exact sums before the distance between them doubles; 1 or more. Of T steps, fewer than
             κ·(1 + log₂(T / κ + 1)) are exact.
-
-    Raises:
-        ValueError: as ``OneBitAdam``.
     """
 
     shortest_warmup: ClassVar[int] = 0

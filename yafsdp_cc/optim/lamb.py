@@ -79,9 +79,6 @@ class OneBitLamb(OneBitAdam):
     Args:
         eps: added to the root of the second moment.
         trust: the least and the largest trust ratio.
-
-    Raises:
-        ValueError: as ``OneBitAdam``.
     """
 
     def __init__(

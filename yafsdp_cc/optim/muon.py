@@ -61,9 +61,6 @@ class Muon(MatrixOptimizer):
             values.
         ns_dtype: dtype of the iteration. None: bf16 as in ``torch.optim.Muon``, but fp32 on processors without bf16
             instructions, where fp32 takes a quarter of the time.
-
-    Raises:
-        ValueError: a parameter is not sharded, no matrix is owned whole, or a setting is out of range.
     """
 
     def __init__(

@@ -124,10 +124,6 @@ class OneBitOptimizer(Optimizer):
         warmup_steps, form, refreshes: as of ``OneBitAdam``.
         max_grad_norm: limit that the loop clips ``.grad`` to. Gradients that the loop does not see are clipped to it,
             too: exact ones, and in the momentum form those that are sent.
-
-    Raises:
-        ValueError: a setting is out of range, a parameter is not sharded with a compression, the compression does not
-            fit, or a parameter whose gradient is encoded is not among ``params``.
     """
 
     moments: ClassVar[tuple[str, ...]]

@@ -35,9 +35,6 @@ class OneBitSGD(OneBitOptimizer):
     Args:
         momentum: decay of the momentum in a step, the same in all groups.
         weight_decay: added to the gradient, times the parameter (not decoupled), as ``torch.optim.SGD`` has it.
-
-    Raises:
-        ValueError: as ``OneBitAdam``.
     """
 
     moments = ("momentum_buffer",)

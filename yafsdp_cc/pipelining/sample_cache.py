@@ -181,11 +181,7 @@ class SampleCache:
         return {"ids": ids, "slots": slots, "values": {place: kept[rows] for place, kept in self.values.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what ``state_dict`` returned.
-
-        Raises:
-            ValueError: the state is of a larger cache.
-        """
+        """Load what ``state_dict`` returned."""
         if max(state["slots"], default=0) >= self._samples:
             raise ValueError(
                 f"cache_samples={self._samples}: the state has a sample in slot {max(state['slots'])}; give as many as "

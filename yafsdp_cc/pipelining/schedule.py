@@ -96,9 +96,6 @@ def hidden_gradients(pipeline_order: Mapping[int, Sequence[Any]]) -> frozenset[t
     of weights. All other gradients belong to the epilogue: in 1F1B the last p - 1 - r that stage r of p receives; in
     GPipe all but the first, as each backward waits for the next stage.
 
-    Args:
-        pipeline_order: the actions of each rank of a schedule in their order.
-
     Source: Song et al., "Optimus-CC", 2023 (epilogue-only compression), here for any order of actions.
     """
     by_rank = [list(computed(actions)) for actions in pipeline_order.values()]
@@ -171,11 +168,7 @@ def _compare(stages: Sequence[Any], problem: Exception | None) -> None:
 
 
 def _split(sample_ids: Sequence[int] | Tensor, count: int, batches: Sequence[Any]) -> list[list[int]]:
-    """Return the sample ids of each micro-batch, as torch splits the batch.
-
-    Raises:
-        ValueError: ``sample_ids`` are no ids, or not as many as the batch has samples.
-    """
+    """Return the sample ids of each micro-batch, as torch splits the batch."""
     ids = torch.as_tensor(sample_ids, device="cpu")
     if ids.dim() != 1 or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise ValueError(f"sample_ids: takes [samples] integers, not {list(ids.shape)} of {ids.dtype}")

@@ -43,9 +43,6 @@ class StageCompression:
         hadamard: rotate each block before it is quantised and back afterwards, and round to nearest, with scales that
             keep the decoded block's component along the original. For codecs with a scale for each block.
         block: elements that share a scale.
-
-    Raises:
-        ValueError: a value or a combination is impossible; the message names it.
     """
 
     forward: str | None = None
@@ -182,9 +179,7 @@ def plan_boundary(
     """Return the bytes of a boundary that one tensor crosses.
 
     Args:
-        compression: settings of its stages.
         shape: shape of the activation of a micro-batch, samples first.
-        dtype: dtype of the activation and of its gradient.
         micro_batches: number of micro-batches of a step.
         exact_gradients: number of micro-batches whose gradients are sent exactly, with ``epilogue_only``.
     """

@@ -44,9 +44,6 @@ def compute_ends(pipeline_order: Mapping[int, Sequence[Any]], seconds: StageSeco
     """Return when each stage has finished its last backward, in seconds from the start of a step.
 
     Every rank computes its actions in order, each as soon as its inputs have arrived.
-
-    Raises:
-        ValueError: the actions wait for each other.
     """
     waiting = {rank: list(computed(actions)) for rank, actions in pipeline_order.items()}
     rank_of = {action.stage_index: rank for rank, actions in waiting.items() for action in actions}
@@ -142,9 +139,6 @@ def measure_reduces(
         numel: number of elements of the stage's gradients.
         codec: codec of the messages, with error feedback and a residual in bf16.
         dtype: dtype of gradients that are sent exactly.
-
-    Raises:
-        ValueError: there is no such codec.
     """
     made, group = codec_of(codec), mesh.get_group()
     device = torch.zeros(0, device=mesh.device_type).device

@@ -166,9 +166,6 @@ class Membership(Rounds):
             time of an exchange, and of sending the outer weights and momentum to a newcomer.
         first: number of replicas that the first round waits for, without a deadline.
         patience: seconds that a replica waits for a round of the others to end.
-
-    Raises:
-        ValueError: ``deadline`` or ``patience`` is not positive, or ``first`` less than 1.
     """
 
     def __init__(

@@ -89,9 +89,6 @@ class Outer(ReplicaSync):
         decay: β, share of the residual that the next message carries.
         membership: for replicas that come and go; None: the replicas are those of the mesh, and one that fails ends
             all.
-
-    Raises:
-        ValueError: an argument is out of range, or there is no such codec.
     """
 
     def __init__(

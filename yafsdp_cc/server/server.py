@@ -210,11 +210,7 @@ class ParameterServer:
         return {"rank": self._rank, "ranks": len(clocks), "pushes": self._pushes, "shard": shard, "residual": residual}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load this rank's part of a checkpoint; ``pull`` next. A collective.
-
-        Raises:
-            ValueError: it is the part of another rank, of another number of ranks, or of other arguments.
-        """
+        """Load this rank's part of a checkpoint; ``pull`` next. A collective."""
         world = len(self._weights)
         if (state["rank"], state["ranks"]) != (self._rank, world):
             raise ValueError(
@@ -372,9 +368,6 @@ class ServerShard:
         adaptive: whether λ₀ is divided by the root of a running mean of squared gradients.
         mean_square_decay: decay of that mean, from 0 to less than 1: m in the paper. With 0 the compensation of an
             element is λ₀ |g| (w - w_bak), which bounds the effect of a gradient much larger than those before it.
-
-    Raises:
-        ValueError: another optimizer, or an argument that is out of range.
 
     Source:
         Zheng et al., Asynchronous Stochastic Gradient Descent with Delay Compensation, 2017, equations 10 and 14.

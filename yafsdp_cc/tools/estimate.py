@@ -155,9 +155,6 @@ def subject_of(name: str, batch: int, sequence: int) -> Subject:
     Args:
         name: ``"demo"``; ``"module:factory"``, a function that returns a model, or a model and a function of it that
             returns the loss of one batch; a folder or file with a Hugging Face config; or a Hugging Face model type.
-
-    Raises:
-        ValueError: there is no such model.
     """
     if name == "demo":
         from yafsdp_cc.tools.demo.model import GPT, VOCABULARY
@@ -273,9 +270,6 @@ def plan_over(build: Callable[[], nn.Module], mesh: tuple[int, ...], device: str
         build: function that makes the model on the meta device.
         mesh: (ranks of a shard), or (replicas, ranks of a shard).
         device: device of every rank, "cuda" (with NCCL) or "cpu" (with gloo).
-
-    Raises:
-        ValueError: ``shard`` would refuse the arguments.
     """
     with torch.device("meta"):
         model = build()
