@@ -22,11 +22,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bench import train
 from bench.common import about, names, save
 from bench.contestants import trains
-from yafsdp_cc.compression.autotune import TOLERANCE, CodecAutotuner
-from yafsdp_cc.compression.queue_model import backward_seconds
+from yafsdp_cc.compression.autotune import TOLERANCE, CodecAutotuner, backward_seconds
 from yafsdp_cc.fsdp2.module import require_state
+from yafsdp_cc.table import table
 from yafsdp_cc.tools.netlab import Lab, Unavailable
-from yafsdp_cc.tools.table import table
 
 if TYPE_CHECKING:
     from bench.trainers import Trainer

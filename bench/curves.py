@@ -40,9 +40,9 @@ from bench.trainers import ADAM, Trainer
 from tests.ranks import on_ranks
 from yafsdp_cc import Compression
 from yafsdp_cc.optim import Muon, OneBitAdam, ReplicatedOneBitAdam
+from yafsdp_cc.table import table
 from yafsdp_cc.tools.demo.model import GPT
 from yafsdp_cc.tools.demo.train import CLIP, loss_of
-from yafsdp_cc.tools.table import table
 
 CODECS = ("fp32", "int8", "int4", "ternary", "onebit", "powersgd")
 _ONE_BIT = Compression("onebit", weights="int4", residual="int8")

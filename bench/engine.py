@@ -41,7 +41,7 @@ from bench.memory import measure_memory
 from bench.models import GPT, SPECS, Spec
 from bench.trainers import shard_by_fsdp2
 from tests.ranks import on_ranks
-from yafsdp_cc.tools.table import table
+from yafsdp_cc.table import table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

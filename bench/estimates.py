@@ -35,9 +35,9 @@ import yafsdp_cc
 from bench.memory import measure_memory
 from tests.ranks import on_ranks
 from yafsdp_cc.compression import Compression
+from yafsdp_cc.table import table
 from yafsdp_cc.tools.estimate import Subject, headroom_of, plan_over, probe, subject_of
 from yafsdp_cc.tools.step_time import Link, events_of, step_time
-from yafsdp_cc.tools.table import table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -40,9 +40,9 @@ from yafsdp_cc.engine.layout import Extent, Layout
 from yafsdp_cc.engine.param import Divisor
 from yafsdp_cc.engine.protocols import AllGather, ReduceScatter
 from yafsdp_cc.sharding.links import probe_links
+from yafsdp_cc.table import table
 from yafsdp_cc.tools.netlab import Lab, namespaces
 from yafsdp_cc.tools.netlab.links import bits_per_second
-from yafsdp_cc.tools.table import table
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

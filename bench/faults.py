@@ -144,6 +144,10 @@ class Job:
         self.launchers[number].wait()
         self.launchers[number] = self._start(number)
 
+    def is_running(self) -> bool:
+        """Return whether all launchers run."""
+        return all(each.poll() is None for each in self.launchers)
+
     def wait(self, seconds: float) -> bool:
         """Return whether all launchers have ended well within so many seconds."""
         deadline = time.monotonic() + seconds
@@ -183,17 +187,16 @@ def disturbed(count: int, per_run: int, lose_nodes: bool, folder: Path, seed: in
             name = f"run-{run}" if expected else "undisturbed"
             job = Job(cluster, folder / name, ["--max-restarts=1000", "--start-method=fork"], STEPS="60")
             try:
-                if expected:
-                    for _ in range(per_run):
-                        begun = job.steps()  # of the last start: a loss may cost some of them
-                        if lose_nodes:  # two nodes have each other's copies once a step was made after a loss
-                            _until(partial(_has_gone_on, job, begun), 120)
-                        time.sleep(chance.uniform(0, 4))
-                        if job.result():
-                            break
-                        if lose_nodes:
-                            job.kill_a_node(chance.randrange(len(cluster.nodes)))
-                        killed += 1 if lose_nodes else job.kill_a_rank(chance)
+                done = 0
+                while expected and done < per_run and not job.result() and job.is_running():
+                    begun = job.steps()  # of the last start: a loss may cost some of them
+                    if lose_nodes:  # two nodes have each other's copies once a step was made after a loss
+                        _until(partial(_has_gone_on, job, begun), 120)
+                    time.sleep(chance.uniform(0, 4))
+                    if lose_nodes:
+                        job.kill_a_node(chance.randrange(len(cluster.nodes)))
+                    done += 1 if lose_nodes else job.kill_a_rank(chance)
+                killed += done
                 ended = job.wait(300)
                 left = [each for node in cluster.nodes for each in node.left()]
                 if not ended or left or (expected and job.result() != expected):

@@ -42,8 +42,8 @@ from torch.distributed.fsdp import fully_shard
 
 import yafsdp_cc
 from bench.common import about, interleaved, names, save
+from yafsdp_cc.table import table
 from yafsdp_cc.tools import fake_ranks
-from yafsdp_cc.tools.table import table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from bench.common import cell
-from yafsdp_cc.tools.table import table
+from yafsdp_cc.table import table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

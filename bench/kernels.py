@@ -37,7 +37,7 @@ from bench.common import about, names, save
 from yafsdp_cc.compression import error_feedback
 from yafsdp_cc.compression.codec import Noise, codec_of
 from yafsdp_cc.compression.error_feedback import Residual
-from yafsdp_cc.tools.table import table
+from yafsdp_cc.table import table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

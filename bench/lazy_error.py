@@ -21,8 +21,8 @@ from bench import pipeline
 from yafsdp_cc.compression import codecs  # noqa: F401 (codecs registers them)
 from yafsdp_cc.compression.codec import codec_of
 from yafsdp_cc.pipelining.messages import Encoded, Encoding, LowRank, SenderState
+from yafsdp_cc.table import table
 from yafsdp_cc.tools.demo import data
-from yafsdp_cc.tools.table import table
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -34,7 +34,7 @@ from torch.distributed.tensor import distribute_tensor
 import yafsdp_cc
 from bench.common import about, names, save
 from tests.ranks import on_ranks
-from yafsdp_cc.tools.table import table
+from yafsdp_cc.table import table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

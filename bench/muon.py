@@ -40,8 +40,8 @@ from bench.models import GPT, SPECS, Block, Spec
 from bench.trainers import shard_by_fsdp2
 from yafsdp_cc import Compression
 from yafsdp_cc.optim import Muon
+from yafsdp_cc.table import table
 from yafsdp_cc.tools.netlab import Lab
-from yafsdp_cc.tools.table import table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

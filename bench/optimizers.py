@@ -35,9 +35,9 @@ from bench.common import about, save
 from bench.kernels import milliseconds
 from yafsdp_cc.compression.error_feedback import ops_for
 from yafsdp_cc.optim import OneBitAdam, OneBitLamb, OneBitSGD, ZeroOneAdam
-from yafsdp_cc.optim.lamb_update import LambRow, LambRule, lamb_settings, update_lamb
+from yafsdp_cc.optim.lamb import LambRow, LambRule, lamb_settings, update_lamb
 from yafsdp_cc.optim.update import Row, Rule, adam_settings, sgd_settings, update
-from yafsdp_cc.tools.table import table
+from yafsdp_cc.table import table
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -94,7 +94,7 @@ def updates(shapes: list[torch.Size], device: torch.device) -> dict[str, Callabl
         ]
         name = f"lamb_{of_lamb.name.lower()}"
         found[f"{name}, native"] = partial(update_lamb, of_lamb, lamb_rows)
-        found[f"{name}, plain"] = partial(plainly, "lamb_update", update_lamb, of_lamb, lamb_rows)
+        found[f"{name}, plain"] = partial(plainly, "lamb", update_lamb, of_lamb, lamb_rows)
     return found
 
 

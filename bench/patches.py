@@ -32,7 +32,7 @@ from bench.common import about, interleaved, names, save
 from bench.memory import _live, _peak
 from bench.models import SPECS
 from tests.ranks import on_ranks
-from yafsdp_cc.tools.table import table
+from yafsdp_cc.table import table
 
 DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 PLAIN, PATCHED = "step", "step and patch"

@@ -26,11 +26,11 @@ from bench import train
 from bench.common import cell, interleaved, times
 from bench.contestants import PIPELINE
 from yafsdp_cc.pipelining import CompressedStage, prepare_schedule
+from yafsdp_cc.table import table
 from yafsdp_cc.tools.demo import data
 from yafsdp_cc.tools.demo.model import GPT
 from yafsdp_cc.tools.demo.train import learning_rate
 from yafsdp_cc.tools.netlab.links import UNSHAPED
-from yafsdp_cc.tools.table import table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -28,11 +28,11 @@ from bench.common import cell, interleaved
 from bench.contestants import REPLICAS
 from bench.trainers import ADAM
 from yafsdp_cc import replicas
+from yafsdp_cc.table import table
 from yafsdp_cc.tools.demo.model import GPT, VOCABULARY
 from yafsdp_cc.tools.demo.train import loss_of
 from yafsdp_cc.tools.netlab import Lab
 from yafsdp_cc.tools.netlab.links import UNSHAPED, bits_per_second
-from yafsdp_cc.tools.table import table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -42,10 +42,10 @@ from bench.train import LENGTH
 from bench.trainers import ADAM, Trainer
 from tests.ranks import on_ranks
 from yafsdp_cc.replicas import Gossip, Outer, Overlap, ReplicaSync
+from yafsdp_cc.table import table
 from yafsdp_cc.tools.demo import data
 from yafsdp_cc.tools.demo.model import GPT
 from yafsdp_cc.tools.demo.train import CLIP, LEARNING_RATE, VALIDATION_WINDOWS, learning_rate, loss_of
-from yafsdp_cc.tools.table import table
 
 
 class Way(NamedTuple):

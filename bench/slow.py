@@ -24,10 +24,10 @@ from bench.common import times
 from bench.contestants import LEARNS_AS, PHASES, TRAINING
 from bench.trainers import make
 from yafsdp_cc.optim.one_bit import OneBitOptimizer
+from yafsdp_cc.table import table
 from yafsdp_cc.tools.demo import data
 from yafsdp_cc.tools.demo.train import CLIP, LEARNING_RATE, VALIDATION_WINDOWS, learning_rate, loss_of
 from yafsdp_cc.tools.netlab.links import UNSHAPED
-from yafsdp_cc.tools.table import table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

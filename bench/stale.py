@@ -35,11 +35,11 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from bench.common import names, save
 from yafsdp_cc.server import ParameterServer, ServerShard
+from yafsdp_cc.table import table
 from yafsdp_cc.tools.demo import data
 from yafsdp_cc.tools.demo.model import GPT
 from yafsdp_cc.tools.demo.train import loss_of
 from yafsdp_cc.tools.netlab import Lab
-from yafsdp_cc.tools.table import table
 
 WORKERS, SEQUENCES, LENGTH, WARMUP, WINDOWS = 4, 16, 64, 20, 256
 SECONDS = 20.0

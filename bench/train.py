@@ -20,11 +20,11 @@ from bench.common import cell, interleaved, times
 from bench.contestants import TRAINING
 from bench.trainers import Trainer, make
 from yafsdp_cc.compression.autotune import FIRST
-from yafsdp_cc.compression.config import AUTO
+from yafsdp_cc.compression.codec import AUTO
+from yafsdp_cc.table import table
 from yafsdp_cc.tools.demo.model import VOCABULARY
 from yafsdp_cc.tools.netlab import Lab
 from yafsdp_cc.tools.netlab.links import UNSHAPED, bits_per_second
-from yafsdp_cc.tools.table import table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -46,8 +46,8 @@ from bench.common import about, names, save
 from bench.modelled import Fabric, LinkCost, begin
 from bench.models import GPT, Spec
 from bench.trainers import shard_by_fsdp2
+from yafsdp_cc.table import table
 from yafsdp_cc.tools.report.overlap import joined, length, without
-from yafsdp_cc.tools.table import table
 
 POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 WARM_UP, GIGA, RATE = 3, 1e9, 1e-5

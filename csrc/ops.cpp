@@ -1,5 +1,5 @@
 // The operators of yafsdp_cc/compression/error_feedback.py, `update` of optim/update.py and `update_lamb` of
-// optim/lamb_update.py. What implements them registers itself, for its own device.
+// optim/lamb.py. What implements them registers itself, for its own device.
 //
 // The stream is CUDA's handle as a number, 0 elsewhere. A seed of -1 is none: to nearest.
 #include <torch/csrc/stable/library.h>

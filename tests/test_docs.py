@@ -93,7 +93,6 @@ def test_commands_run(page: str, tmp_path: Path) -> None:
                 ["bash", "-ec", command],
                 cwd=tmp_path,
                 env={**os.environ, "PATH": found, "PYTHONPATH": str(ROOT)},
-                input="\n" * 30,  # answers to `yafsdp-cc config`: the defaults
                 capture_output=True,
                 text=True,
                 check=False,

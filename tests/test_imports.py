@@ -19,6 +19,7 @@ MAY_IMPORT = {
     "config": "",
     # Ranks, their groups, and what they check together.
     "ranks": "",
+    "table": "",
     # The engine runs a step, on plain tensors in flat buffers.
     "engine": "profiling ranks",
     # Forms are kinds of weights, tensor is the class that users hold, sharding makes an engine of a module.
@@ -26,7 +27,7 @@ MAY_IMPORT = {
     "tensor": "ranks engine forms",
     "sharding": "ranks engine forms tensor",
     "fsdp2": "ranks engine forms tensor sharding",
-    "plan": "engine forms sharding",
+    "plan": "table engine forms sharding",
     "compression": "profiling config ranks engine forms tensor fsdp2 plan",
     "optim": "ranks engine tensor compression",
     # Each of these folders trains in another way than as one sharded model.
@@ -38,7 +39,7 @@ MAY_IMPORT = {
     # Users call these modules, and commands of tools.
     "api": "profiling config ranks engine forms tensor sharding fsdp2 plan compression replicas",
     "pipelining": "profiling engine fsdp2 compression",
-    "tools": "profiling config ranks engine sharding fsdp2 plan compression optim checkpoint rescue api",
+    "tools": "profiling config table ranks engine sharding fsdp2 plan compression optim checkpoint rescue api",
     "integrations": "fsdp2 api pipelining tools",
     "__main__": "tools",
 }

@@ -5,7 +5,6 @@ Callbacks of frameworks are in ``docs/examples``, which ``tests/integrations`` r
 
 from __future__ import annotations
 
-import io
 import json
 import sys
 from pathlib import Path
@@ -228,34 +227,16 @@ def test_parts_that_are_sharded_each_for_itself(tmp_path: Path) -> None:
     assert start["planned_bytes"] == end["owned_bytes"] == sum(yafsdp_cc.plan_of(part).owned_bytes for part in parts)
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-@pytest.mark.parametrize("output", [io.StringIO, Terminal])
-def test_what_is_shown(tmp_path: Path, output: type[io.StringIO], monkeypatch: pytest.MonkeyPatch) -> None:
-    if output is Terminal:
-        pytest.importorskip("rich", reason="rich is not installed (extra 'live')")
-    monkeypatch.setattr(sys, "stdout", output())
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "150")
+def test_what_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with Metrics(nn.Linear(2, 2), tmp_path, every=1, total_steps=2) as log:
         for loss in (0.25, float("nan")):
             log.step(loss, tokens=8)
         log.record(val_loss=0.5)
-    shown = sys.stdout.getvalue()  # type: ignore[attr-defined]
-    if output is Terminal:
-        assert "2/2" in shown
-        assert "loss not finite" in shown
-        assert "val loss 0.500" in shown
-        assert "\x1b[" in shown
-    else:
-        first, second, third = shown.splitlines()
-        assert first.startswith("step    1/2   loss 0.250  ")
-        assert "tokens/s" in first
-        assert second.startswith("step    2/2   loss not finite  ")
-        assert third == "step    2/2   val loss 0.500"
+    first, second, third = capsys.readouterr().out.splitlines()
+    assert first.startswith("step    1/2   loss 0.250  ")
+    assert "tokens/s" in first
+    assert second.startswith("step    2/2   loss not finite  ")
+    assert third == "step    2/2   val loss 0.500"
 
 
 def track(folder: Path) -> None:

@@ -12,13 +12,11 @@ if TYPE_CHECKING:  # "as" makes a name public to type checkers
     from yafsdp_cc import profiling as profiling
     from yafsdp_cc import replicas as replicas
     from yafsdp_cc import server as server
-    from yafsdp_cc.api import UnshardHandle as UnshardHandle
     from yafsdp_cc.api import counters_of as counters_of
     from yafsdp_cc.api import fully_shard as fully_shard
     from yafsdp_cc.api import plan_of as plan_of
     from yafsdp_cc.api import register_fsdp_forward_method as register_fsdp_forward_method
     from yafsdp_cc.api import shard as shard
-    from yafsdp_cc.api import share_comm_ctx as share_comm_ctx
     from yafsdp_cc.api import watch_loss as watch_loss
     from yafsdp_cc.batches.skipped import PeerFailedError as PeerFailedError
     from yafsdp_cc.batches.skipped import skip_together as skip_together
@@ -35,7 +33,9 @@ if TYPE_CHECKING:  # "as" makes a name public to type checkers
     from yafsdp_cc.compression.ddp import encoded_mean as encoded_mean
     from yafsdp_cc.compression.fsdp2 import compress as compress
     from yafsdp_cc.compression.schedule import follow_scaler as follow_scaler
+    from yafsdp_cc.fsdp2.module import UnshardHandle as UnshardHandle
     from yafsdp_cc.fsdp2.module import register_forward_method as register_forward_method
+    from yafsdp_cc.fsdp2.module import share_comm_ctx as share_comm_ctx
     from yafsdp_cc.fsdp2.module import unshard_model as unshard_model
     from yafsdp_cc.fsdp2.module import whole_parameters as whole_parameters
     from yafsdp_cc.replicas.sync import join_replicas as join_replicas
@@ -52,41 +52,27 @@ for _module, _package in {"torch": "torch", "pydantic": "pydantic", "yaml": "pyy
         raise ModuleNotFoundError(f"yafsdp_cc needs {_package}: pip install {_package}", name=_module)
 
 # Looked up at first use: torch takes seconds to import, and the command line passes through here before its help.
-_MODULE_OF = {
-    "compress": "yafsdp_cc.compression.fsdp2",
-    "Compression": "yafsdp_cc.compression",
-    "CompressionHookState": "yafsdp_cc.compression.ddp",
-    "counters_of": "yafsdp_cc.api",
-    "DivergenceError": "yafsdp_cc.rescue.divergence",
-    "DivergenceWatch": "yafsdp_cc.rescue.divergence",
-    "encoded_mean": "yafsdp_cc.compression.ddp",
-    "follow_scaler": "yafsdp_cc.compression.schedule",
-    "full_state_dict": "yafsdp_cc.checkpoint.full",
-    "fully_shard": "yafsdp_cc.api",
-    "join_replicas": "yafsdp_cc.replicas.sync",
-    "load": "yafsdp_cc.checkpoint.load",
-    "load_safetensors": "yafsdp_cc.checkpoint.full",
-    "Metrics": "yafsdp_cc.tools.metrics",
-    "patch_torch": "yafsdp_cc.tensor.loading",
-    "PeerFailedError": "yafsdp_cc.batches.skipped",
-    "plan_of": "yafsdp_cc.api",
-    "register_forward_method": "yafsdp_cc.fsdp2.module",
-    "register_fsdp_forward_method": "yafsdp_cc.api",
-    "Rescue": "yafsdp_cc.rescue.rescue",
-    "save": "yafsdp_cc.checkpoint.save",
-    "save_safetensors": "yafsdp_cc.checkpoint.full",
-    "shard": "yafsdp_cc.api",
-    "share_comm_ctx": "yafsdp_cc.api",
-    "skip_together": "yafsdp_cc.batches.skipped",
-    "synchronize_replicas": "yafsdp_cc.replicas.sync",
-    "uneven": "yafsdp_cc.batches.uneven",
-    "unshard_model": "yafsdp_cc.fsdp2.module",
-    "UnshardHandle": "yafsdp_cc.api",
-    "watch_loss": "yafsdp_cc.api",
-    "weight_patch": "yafsdp_cc.checkpoint.patch",
-    "WeightPatch": "yafsdp_cc.checkpoint.patch",
-    "whole_parameters": "yafsdp_cc.fsdp2.module",
+_NAMES = {
+    "yafsdp_cc.api": "counters_of fully_shard plan_of register_fsdp_forward_method shard watch_loss",
+    "yafsdp_cc.batches.skipped": "PeerFailedError skip_together",
+    "yafsdp_cc.batches.uneven": "uneven",
+    "yafsdp_cc.checkpoint.full": "full_state_dict load_safetensors save_safetensors",
+    "yafsdp_cc.checkpoint.load": "load",
+    "yafsdp_cc.checkpoint.patch": "weight_patch WeightPatch",
+    "yafsdp_cc.checkpoint.save": "save",
+    "yafsdp_cc.compression": "Compression",
+    "yafsdp_cc.compression.ddp": "CompressionHookState encoded_mean",
+    "yafsdp_cc.compression.fsdp2": "compress",
+    "yafsdp_cc.compression.schedule": "follow_scaler",
+    "yafsdp_cc.fsdp2.module": "register_forward_method share_comm_ctx unshard_model UnshardHandle whole_parameters",
+    "yafsdp_cc.replicas.sync": "join_replicas synchronize_replicas",
+    "yafsdp_cc.rescue.divergence": "DivergenceError DivergenceWatch",
+    "yafsdp_cc.rescue.rescue": "Rescue",
+    "yafsdp_cc.tensor.loading": "patch_torch",
+    "yafsdp_cc.tools.metrics": "Metrics",
 }
+"""Public names by the module that defines them."""
+_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
 _MODULES = {
     "netlab": "yafsdp_cc.tools.netlab",
     **{

@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, wraps
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -25,10 +24,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 
-from yafsdp_cc.compression.codec import FORMAT
+from yafsdp_cc.compression.codec import AUTO, FORMAT
 from yafsdp_cc.compression.collectives import CompressedCollectives
-from yafsdp_cc.compression.config import AUTO, Compression, compression_of, compression_of_run
 from yafsdp_cc.compression.config import EXACT as NO_CODEC
+from yafsdp_cc.compression.config import Compression, compression_of, compression_of_run
 from yafsdp_cc.compression.fallback import CodecFallback
 from yafsdp_cc.compression.schedule import CompressionSchedule
 from yafsdp_cc.config import run_settings
@@ -38,24 +37,12 @@ from yafsdp_cc.forms.spmd import data_parallel_mesh, without_data_parallel
 from yafsdp_cc.fsdp2.module import (
     MisuseError,
     ShardedModule,
-    UnshardHandle,
     built_state,
     class_of,
     make_sharded,
     register_forward_method,
-    share_comm_ctx,
 )
-from yafsdp_cc.plan import (
-    Division,
-    MatrixOwners,
-    OwnedParameter,
-    Ownership,
-    Plan,
-    Units,
-    UnitSpec,
-    assign_owners,
-    find_units,
-)
+from yafsdp_cc.plan import Plan
 from yafsdp_cc.plan.memory import plan_for
 from yafsdp_cc.plan.report import PlannedArgument
 from yafsdp_cc.profiling import mark_optimizer_steps
@@ -75,25 +62,15 @@ from yafsdp_cc.sharding.checks import (
     values_of,
 )
 from yafsdp_cc.sharding.materialize import materialize, place_buffers
-from yafsdp_cc.sharding.parameters import check_shardable, find_parameters
+from yafsdp_cc.sharding.ownership import MatrixOwners, Ownership, assign_owners
+from yafsdp_cc.sharding.parameters import OwnedParameter, check_shardable, find_parameters
 from yafsdp_cc.sharding.shards import ShardingPlan, shard_parameters
-from yafsdp_cc.sharding.units import TAKE_TURNS, is_small
+from yafsdp_cc.sharding.units import TAKE_TURNS, Division, Units, UnitSpec, find_units, is_small
 from yafsdp_cc.tensor.dtensor import FlatDTensor, sharded_as
 from yafsdp_cc.tensor.loading import patch_torch
 
 if TYPE_CHECKING:
     from yafsdp_cc.engine.spec import Collectives
-
-__all__ = [
-    "UnshardHandle",
-    "counters_of",
-    "fully_shard",
-    "plan_of",
-    "register_fsdp_forward_method",
-    "shard",
-    "share_comm_ctx",
-    "watch_loss",
-]
 
 Model = TypeVar("Model", bound=nn.Module)
 Modules = TypeVar("Modules", bound=nn.Module | list[Any])
@@ -125,9 +102,14 @@ class _Arguments(NamedTuple):
         self,
         prepare: Callable[[Sequence[OwnedParameter]], None],
         policy: MixedPrecisionPolicy,
-        owners: Mapping[OwnedParameter, MatrixOwners] = MappingProxyType({}),
+        owners: Mapping[OwnedParameter, MatrixOwners],
     ) -> ShardingPlan:
         return ShardingPlan(self.info, policy, self.collectives, self.host, prepare, owners)
+
+    def settings(self, mp_policy: MixedPrecisionPolicy | None, ownership: Ownership) -> dict[str, Any]:
+        """Return the arguments of both that must be equal on all ranks."""
+        named = ownership if isinstance(ownership, str) else tuple(ownership)
+        return {"compression": (self.compression, FORMAT), "mp_policy": mp_policy, "ownership": named}
 
 
 # Arguments that a script leaves out ----------------------------------------------------------------------------------
@@ -362,14 +344,12 @@ def shard(
         _warn_of_emulated_bf16(policy, torch.device(mesh.device_type))
     info, across = given.info, all_groups(mesh)
     settings = {
-        "mp_policy": mp_policy,
+        **given.settings(mp_policy, ownership),
         "offload_policy": offload_policy,
         "reshard_after_forward": (given.keeps_after_forward, given.secondary_ranks),
         "zero_stage": zero_stage,
         "sync_module_states": sync_module_states,
         "separate_reduce_group": separate_reduce_group,
-        "compression": (given.compression, FORMAT),
-        "ownership": ownership if isinstance(ownership, str) else tuple(ownership),
         "torch": torch.__version__,
     }
     check_settings(settings, across)
@@ -439,9 +419,8 @@ def fully_shard(
             ranges, so that no dimension has to be divisible. ``p.redistribute(placements=[Shard(dim)])`` has a
             ``to_local()`` in that layout.
         mp_policy: dtypes of the forward's weights and inputs, of gradients on the network, and of this module's output.
-        offload_policy: ``CPUOffloadPolicy`` keeps parameters, gradients and so the optimizer's state in host memory.
-            Parameters may be anywhere before; those of the meta device go to the CPU, ``model.to_empty(device="cpu")``.
-        ignored_params: parameters to leave unsharded.
+        offload_policy, ignored_params: as of ``shard``. Offloaded parameters may be anywhere before; those of the meta
+            device go to the CPU, ``model.to_empty(device="cpu")``.
         dp_mesh_dims: torch's ``DataParallelMeshDims``: which dimensions of ``mesh`` are data-parallel, where parameters
             are DTensors on all of its dimensions, and so are the forward's inputs. None: ``mesh`` is the data-parallel
             one. Parameters that are DTensors across other ranks are sharded further either way.
@@ -492,12 +471,7 @@ def fully_shard(
         )
         given.check_subclasses(owned, owners, is_complete=False)
     info = given.info
-    settings = {
-        "compression": (given.compression, FORMAT),
-        "mp_policy": mp_policy,
-        "ownership": ownership if isinstance(ownership, str) else tuple(ownership),
-    }
-    check_settings(settings, all_groups(mesh), "fully_shard()")
+    check_settings(given.settings(mp_policy, ownership), all_groups(mesh), "fully_shard()")
     check_equal(owned, all_groups(mesh), values=False)
 
     def prepare(members: Sequence[OwnedParameter]) -> None:
@@ -685,12 +659,7 @@ def _check_arguments(
 
 
 def _mesh_of_replica(mesh: object, sync: object) -> DeviceMesh:
-    """Return the mesh of this rank's replica, given a mesh (replicate, shard).
-
-    Raises:
-        TypeError: ``sync`` is no ``ReplicaSync``.
-        ValueError: the mesh does not have two named dimensions.
-    """
+    """Return the mesh of this rank's replica, given a mesh (replicate, shard)."""
     if not isinstance(sync, ReplicaSync):
         raise TypeError(f"sync takes 'overlap', or an object such as yafsdp_cc.replicas.Overlap(), got {sync!r}")
     if not isinstance(mesh, DeviceMesh) or mesh.ndim != 2 or not mesh.mesh_dim_names:

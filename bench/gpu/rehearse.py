@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from bench.common import names
 from bench.gpu.flight import FLIGHTS, PARTS, ROOT
-from yafsdp_cc.tools.table import table
+from yafsdp_cc.table import table
 
 SITE = """
 import multiprocessing, sys

@@ -24,7 +24,7 @@ from bench.common import names
 from yafsdp_cc.compression import error_feedback
 from yafsdp_cc.compression.codec import Noise, codec_of
 from yafsdp_cc.compression.error_feedback import Residual
-from yafsdp_cc.optim.lamb_update import LambRow, LambRule, lamb_settings, update_lamb
+from yafsdp_cc.optim.lamb import LambRow, LambRule, lamb_settings, update_lamb
 from yafsdp_cc.optim.update import Row, Rule, adam_settings, sgd_settings, update
 
 if TYPE_CHECKING:

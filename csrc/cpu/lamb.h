@@ -1,4 +1,4 @@
-// LAMB's updates and sums, as yafsdp_cc/optim/lamb_update.py defines them: one rounding for each operation.
+// LAMB's updates and sums, as yafsdp_cc/optim/lamb.py defines them: one rounding for each operation.
 #pragma once
 
 #include "update.h"

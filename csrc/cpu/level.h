@@ -92,7 +92,7 @@ struct Update {
     const float* settings;
 };
 
-// LAMB's rules, and columns of the settings of each, as in yafsdp_cc/optim/lamb_update.py.
+// LAMB's rules, and columns of the settings of each, as in yafsdp_cc/optim/lamb.py.
 enum class LambRule : int { exact, gradient, momentum };
 constexpr int kLambSettings = 13;
 constexpr int64_t kLambStretch = 8192;  // elements that one number of the sums is of

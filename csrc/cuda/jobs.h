@@ -85,7 +85,7 @@ struct UpdateJob {
 };
 static_assert(sizeof(UpdateJob) <= 4096, "a kernel takes 4096 bytes of arguments");
 
-// LAMB's rules, and columns of the settings of each, as in yafsdp_cc/optim/lamb_update.py.
+// LAMB's rules, and columns of the settings of each, as in yafsdp_cc/optim/lamb.py.
 enum class LambRule : int { exact, gradient, momentum };
 constexpr int LAMB_SETTINGS = 13;
 

@@ -1,4 +1,4 @@
-// LAMB's updates and sums, as yafsdp_cc/optim/lamb_update.py defines them, of many parameters in one kernel.
+// LAMB's updates and sums, as yafsdp_cc/optim/lamb.py defines them, of many parameters in one kernel.
 //
 // A thread block takes a stretch of one parameter, each of its sixteen teams a block of that, row by row: so the order
 // of the sums is that of the codecs (team.cuh). Its three numbers of the stretch are all that a thread block writes

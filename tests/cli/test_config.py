@@ -281,7 +281,7 @@ def test_the_documented_file_and_its_plan(folder: Path) -> None:
     assert "\n".join(["arguments that are no defaults", *lines, "```"]) in page
 
 
-def yafsdp_cc_without_torch(*argv: str, answers: str = "") -> subprocess.CompletedProcess[str]:
+def yafsdp_cc_without_torch(*argv: str) -> subprocess.CompletedProcess[str]:
     program = """
 import sys, yafsdp_cc.tools.cli as cli
 try:
@@ -291,30 +291,19 @@ finally:
 """
     command = [sys.executable, "-c", program, *argv]
     environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
-    return subprocess.run(command, input=answers, capture_output=True, text=True, env=environment, timeout=100)
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=100)
 
 
-def test_answers_become_a_run_file(folder: Path) -> None:
-    written = yafsdp_cc_without_torch("config", answers="4\n2\n10.0.0.1\n\nbf15\nbf16\n\n2\nint8\n\n")
+def test_a_new_run_file_is_read_back(folder: Path) -> None:
+    written = yafsdp_cc_without_torch("config")
     assert written.returncode == 0, written.stderr
-    assert 'precision.param: "bf15" cannot be' in written.stdout
-    found = {name: one.value for name, one in config.read("run.yaml").items()}
-    assert found == {
-        "launch.nproc_per_node": 4,
-        "launch.nnodes": 2,
-        "launch.master_addr": "10.0.0.1",
-        "precision.param": "bf16",
-        "shard.replicate": 2,
-        "compression.gradients": "int8",
-    }
+    assert list(config.read("run.yaml")) == ["launch.nproc_per_node"]
+    assert Path("run.yaml").read_text().count("\n  # ") > len(config.known())  # all others are there as comments
     again = yafsdp_cc_without_torch("config")
     assert (again.returncode, again.stderr) == (
         1,
         "run.yaml is there already: name another, --out=FILE, or remove it\n",
     )
-    cut_short = yafsdp_cc_without_torch("config", "--out=other.yaml", answers="4\n")
-    assert cut_short.returncode == 1
-    assert not Path("other.yaml").exists()
 
 
 def test_forms_print_what_they_name(
@@ -354,42 +343,6 @@ def test_env_tells_of_torch_kernels_and_variables(
     kernels = "plain torch" if ops_for(torch.device("cpu")) is None else "native"
     assert {f"kernels on cpu: {kernels}", "GLOO_SOCKET_IFNAME: eth7"} <= set(told)
     assert f"PyTorch version: {torch.__version__}" in told
-
-
-def test_a_file_of_accelerate(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    args = pytest.importorskip("accelerate.commands.config.config_args")
-    plugin = {"fsdp_version": 2, "fsdp_reshard_after_forward": False, "fsdp_offload_params": True}
-    plugin |= {"fsdp_transformer_layer_cls_to_wrap": "LlamaDecoderLayer", "fsdp_activation_checkpointing": True}
-    known = {"num_processes": 16, "num_machines": 2, "main_process_ip": "10.0.0.1", "main_process_port": 29501}
-    args.ClusterConfig(
-        compute_environment="LOCAL_MACHINE",
-        distributed_type="FSDP",
-        mixed_precision="bf16",
-        use_cpu=False,
-        debug=False,
-        fsdp_config=plugin,
-        **known,
-    ).to_yaml_file("theirs.yaml")
-    assert cli.main(["config", "import", "theirs.yaml"]) == 0
-    told = capsys.readouterr().err
-    assert told == (
-        "left out: fsdp_activation_checkpointing: True  (torch.utils.checkpoint in the script, with "
-        "use_reentrant=False)\n"
-    )
-    assert {name: one.value for name, one in config.read("run.yaml").items()} == {
-        "launch.nproc_per_node": 8,
-        "launch.nnodes": 2,
-        "launch.master_addr": "10.0.0.1",
-        "launch.master_port": 29501,
-        "shard.units": ["LlamaDecoderLayer"],
-        "shard.reshard_after_forward": False,
-        "shard.cpu_offload": True,
-        "precision.param": "bf16",
-        "precision.reduce": "fp32",
-    }
-    Path("theirs.yaml").write_text("distributed_type: FSDP\nnum_processes: 3\nnum_machines: 2\n")
-    assert cli.main(["config", "import", "theirs.yaml", "--out=b.yaml"]) == 1
-    assert "num_processes: 3 is no multiple of num_machines: 2" in capsys.readouterr().err
 
 
 # In the ranks ---------------------------------------------------------------------------------------------------------

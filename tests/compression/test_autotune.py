@@ -23,10 +23,11 @@ from tests.netlab.labs import lab_of
 from tests.ranks import on_ranks
 from yafsdp_cc import Compression
 from yafsdp_cc.compression import autotune
-from yafsdp_cc.compression.autotune import BackwardTimer, LinkCost
-from yafsdp_cc.compression.queue_model import (
+from yafsdp_cc.compression.autotune import (
+    BackwardTimer,
     CodecCost,
     GroupCosts,
+    LinkCost,
     adjust_codecs,
     backward_seconds,
     choose_codecs,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.compression import definition
-from yafsdp_cc.compression import codecs, sparse  # noqa: F401 (they register codecs)
+from yafsdp_cc.compression import codecs  # noqa: F401 (it registers codecs)
 from yafsdp_cc.compression.codec import BLOCKS, Codec, Noise, block_sum, codec_of, hashed
 from yafsdp_cc.compression.error_feedback import Recursion, Residual
 

@@ -28,7 +28,7 @@ from yafsdp_cc import Compression
 from yafsdp_cc.compression.state import mean_estimates
 from yafsdp_cc.engine.param import FSDPParam
 from yafsdp_cc.fsdp2.module import require_state
-from yafsdp_cc.optim import assembly, muon
+from yafsdp_cc.optim import matrix, muon
 from yafsdp_cc.optim.muon import newton_schulz
 from yafsdp_cc.sharding.ownership import newton_schulz_flops
 
@@ -424,7 +424,7 @@ def stacks(folder: Path, work: int) -> None:
                     piece.copy_(each)
             model(batches[dist.get_rank()]).square().mean().backward()
             with (
-                mock.patch.object(assembly, "_BUCKET", 1),
+                mock.patch.object(matrix, "_BUCKET", 1),
                 mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as exchanges,
             ):
                 optimizer.step()
@@ -445,7 +445,7 @@ def test_stacks_and_split_matrices_are_several_each(world: int, matrices: int, t
 
 
 def test_messages_are_shared_by_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(assembly, "_BUCKET", 10)
+    monkeypatch.setattr(matrix, "_BUCKET", 10)
     flats = [mock.Mock() for _ in range(7)]
     numels = [6, 6, 2, 3, 20, 1, 2]
     owners = [mock.Mock(spec=FSDPParam, flat=flat) for flat in flats]
@@ -454,7 +454,7 @@ def test_messages_are_shared_by_units(monkeypatch: pytest.MonkeyPatch) -> None:
         for numel, owner in zip(numels, owners, strict=True)
         for _ in range(2)
     ]
-    sizes = [len({each.shard_spec.owner().flat for each in bucket}) for bucket in assembly.buckets(given)]
+    sizes = [len({each.shard_spec.owner().flat for each in bucket}) for bucket in matrix.buckets(given)]
     assert sizes == [2, 2, 3]
 
 

@@ -17,7 +17,7 @@ from tests.optim.test_family import FAMILY
 from tests.optim.update_checks import FLOATS, RULES, SIZES, Case, check
 from tests.ranks import ranks
 from yafsdp_cc.compression.error_feedback import ops_for
-from yafsdp_cc.optim.lamb_update import LambRow, LambRule, lamb_settings, update_lamb
+from yafsdp_cc.optim.lamb import LambRow, LambRule, lamb_settings, update_lamb
 from yafsdp_cc.optim.one_bit import keep_dtypes
 from yafsdp_cc.optim.update import Row, Rule, adam_settings, sgd_settings, update
 
@@ -57,7 +57,7 @@ def test_any_number_of_threads_does_the_same(threads: int) -> None:
 @pytest.mark.parametrize("rule", RULES)
 def test_the_cuda_kernel_emulated_does_what_is_defined(rule: Rule | LambRule, monkeypatch: pytest.MonkeyPatch) -> None:
     ops, check_plainly = simt.emulated_ops(), check
-    for module in ("update", "lamb_update"):
+    for module in ("update", "lamb"):
         monkeypatch.setattr(f"yafsdp_cc.optim.{module}.ops_for", lambda _: ops)
     for weights, gradients in DTYPES:
         for odd in (False, True):

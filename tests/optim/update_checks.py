@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from yafsdp_cc.optim.lamb_update import LambRow, LambRule, lamb_settings, update_lamb
+from yafsdp_cc.optim.lamb import LambRow, LambRule, lamb_settings, update_lamb
 from yafsdp_cc.optim.update import Row, Rule, adam_settings, sgd_settings, update
 
 RULES = (*Rule, *LambRule)
@@ -105,7 +105,7 @@ def check(case: Case, device: torch.device | str = "cpu") -> None:
     """Compare what an update does with what it does without native kernels, on the CPU."""
     truth, _ = rows_of(case)
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("update", "lamb_update"):
+        for module in ("update", "lamb"):
             patch.setattr(f"yafsdp_cc.optim.{module}.ops_for", lambda _: None)
         sums = run(case.rule, truth)
     found, around = rows_of(case, device)

@@ -25,8 +25,8 @@ from yafsdp_cc.pipelining import (
     TiedEmbedding,
     measure_reduces,
     prepare_schedule,
-    reduces,
     stages_to_compress,
+    timeline,
 )
 from yafsdp_cc.pipelining.timeline import compute_ends
 
@@ -75,7 +75,7 @@ def test_what_reduces_take_by_the_link() -> None:
     numel, chunk = 900_000, 300_032
     seen = {}
     for per_byte in (1e-9, 1e-6):
-        reduces.measure_link = lambda context, message_bytes, per_byte=per_byte: LinkCost(0.25, per_byte)
+        timeline.measure_link = lambda context, message_bytes, per_byte=per_byte: LinkCost(0.25, per_byte)
         seen[per_byte] = measure_reduces(mesh, numel, "int4")
         assert seen[per_byte].exact == 0.25 + per_byte * 2 * 4 * chunk
         sent = per_byte * 2 * codec_of("int4").message_bytes(chunk)

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from tests.models import Mlp, Transformer
-from yafsdp_cc.plan import assign_owners, find_units
-from yafsdp_cc.sharding.ownership import newton_schulz_flops
+from yafsdp_cc.sharding.ownership import assign_owners, newton_schulz_flops
+from yafsdp_cc.sharding.units import find_units
 
 
 def owners_of(model: nn.Module, ownership: object = "matrix", world: int = 4) -> dict[str, int]:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
-from yafsdp_cc.plan import find_units
+from yafsdp_cc.sharding.units import find_units
 
 
 def model_with(parameter: torch.Tensor) -> nn.Module:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from yafsdp_cc.plan import Division, Units, find_units
 from yafsdp_cc.sharding import blocks
+from yafsdp_cc.sharding.units import Division, Units, find_units
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -88,7 +88,6 @@ class SkippableBatch:
         self.errors: dict[int, str] = {}
         """Exceptions of the ranks that failed in a skipped batch, and where they were raised, by global rank."""
         self.saved_bytes = 0
-        """Bytes of the state that was saved before the batch."""
 
 
 _COUNTS, _SKIP, _RAISE = range(3)
@@ -99,7 +98,6 @@ class _Op(NamedTuple):
     """One entry of a ``_CollectiveLog``."""
 
     model: int
-    """Index of the model among those of the block."""
     kind: str
     name: str = ""
     """Name of the parameter group, if any."""
@@ -137,11 +135,7 @@ class _CollectiveLog:
             self.ops = []
 
     def add(self, op: _Op) -> None:
-        """Record that ``op`` is about to be issued.
-
-        Raises:
-            PeerFailedError: a rank has failed, and ``op`` must not be issued.
-        """
+        """Record that ``op`` is about to be issued; raise ``PeerFailedError`` if a rank has failed."""
         with self.lock:
             if self.is_closed:
                 raise PeerFailedError(self.reason)
@@ -156,11 +150,7 @@ class _CollectiveLog:
 
 
 class _Peers:
-    """The ranks of a mesh: their vote, their lists of collectives, and the thread that waits for failures.
-
-    Args:
-        mesh: mesh of the model.
-    """
+    """The ranks of a mesh: their vote, their lists of collectives, and the thread that waits for failures."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.ranks: list[int] = mesh.mesh.flatten().tolist()
@@ -225,11 +215,7 @@ class _Peers:
             self._store.set(f"{self._prefix}/{self.failures}/{rank}", text)
 
     def missing(self) -> list[_Op]:
-        """Return the collectives that other ranks have issued and this one has not, once all lists are closed.
-
-        Raises:
-            RuntimeError: a rank gives no answer, or has issued another sequence.
-        """
+        """Return the collectives that other ranks have issued and this one has not, once all lists are closed."""
         keys = [f"{self._prefix}/{self.failures}/{rank}/issued" for rank in range(len(self.ranks))]
         try:
             self._store.wait(keys, timedelta(seconds=_ANSWER))
@@ -295,11 +281,7 @@ def _stop(store: Store, prefix: str, rank: int, log: _CollectiveLog, thread: thr
 
 
 class _Recorder(Observer):
-    """Records what the engine of one model is about to issue; called as the last of its observers.
-
-    Args:
-        number: index of the model in the block.
-    """
+    """Records what the engine of one model is about to issue; called as the last of its observers."""
 
     def __init__(self, log: _CollectiveLog, state: FSDPState, number: int) -> None:
         self._log, self._state, self._number = log, state, number
@@ -423,10 +405,6 @@ class _Block:
 
     def settle(self, error: Exception | None, limit: int) -> None:
         """Vote on the batch, and restore the saved state if it is skipped.
-
-        Args:
-            error: exception that has ended the block on this rank.
-            limit: how many batches may be skipped in a row.
 
         Raises:
             RuntimeError: on all ranks: weights have changed, too many batches were skipped, or a rank has ended.

@@ -24,11 +24,7 @@ Batch = TypeVar("Batch")
 
 
 class UnevenBatches:
-    """Iterates over the batches of this rank for as long as any rank has one; made by ``uneven``.
-
-    Args:
-        mesh: the data-parallel ranks.
-    """
+    """Iterates over the batches of this rank for as long as any rank has one; made by ``uneven``."""
 
     weight: float
     """Weight of this rank's batch in a mean over ranks: the number of ranks divided by the number of ranks that have a

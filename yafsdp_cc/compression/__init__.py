@@ -4,7 +4,7 @@ Start with ``collectives.CompressedCollectives``, the factory that the engine is
 users write. The engine knows nothing of this package.
 """
 
-from yafsdp_cc.compression import codecs, sparse  # noqa: F401 (the built-in codecs register themselves)
+from yafsdp_cc.compression import codecs  # noqa: F401 (the built-in codecs register themselves)
 from yafsdp_cc.compression.config import Compression
 
 __all__ = ["Compression"]

@@ -66,7 +66,6 @@ class Messages:
     """Places of the ranks' messages in one buffer; a message's length depends on its chunk's.
 
     Args:
-        layout: layout of the weights.
         size: function from the elements of a chunk to the bytes of its message.
     """
 
@@ -91,13 +90,7 @@ class Messages:
 
 
 class RoundedAllGather(ExactAllGather):
-    """Gathers encoded weights in phases that encode, else exact ones.
-
-    Args:
-        flat: the weights.
-        schedule: the phase of the model's compression.
-        codec: format of the messages.
-    """
+    """Gathers encoded weights in phases that encode, else exact ones."""
 
     has_finish = True
     prepares = False
@@ -142,11 +135,6 @@ class DeltaAllGather(ExactAllGather):
     """Sends encoded deltas to the weights that every rank kept from the gather before, in phases that encode.
 
     Weights in an overflow buffer, which holds nothing that a delta could be added to, are gathered exactly.
-
-    Args:
-        flat: the weights, which remain in their buffer between forwards.
-        schedule: the phase of the model's compression.
-        codec: format of the messages.
     """
 
     has_finish = True

@@ -22,8 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from yafsdp_cc.compression import error_feedback
-from yafsdp_cc.compression.codec import counts_of
-from yafsdp_cc.compression.config import LOW_RANK
+from yafsdp_cc.compression.codec import LOW_RANK, counts_of
 from yafsdp_cc.compression.error_feedback import RECEIVED, Encoder, Feedback, Residual
 from yafsdp_cc.compression.powersgd import SharedFactors
 from yafsdp_cc.compression.reduce_scatter import CodecEncoder, CompressedSum
@@ -150,9 +149,6 @@ class CompressedMean:
     """Averages whole buffers of one size over ranks, encoded in both directions.
 
     Args:
-        group: the ranks.
-        device: device of the buffers.
-        codec: format of the messages in both directions.
         layout: layout of a buffer, one chunk for each rank; padding is zero.
     """
 

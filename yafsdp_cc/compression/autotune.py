@@ -2,7 +2,7 @@
 
 Optimizer steps 3, 12, 48, 98, ... are each followed by a tuning, before the next forward. Ranks have timed their
 backwards before; a tuning times the network and the codecs, and one all-reduce finds the slowest rank's time of each.
-Then every rank solves the same problem (``queue_model``): the codecs of least compression error with which a backward
+Then every rank solves the same problem (``choose_codecs``): the codecs of least compression error with which a backward
 is at most 1% of a step longer than the shortest possible.
 """
 
@@ -19,10 +19,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from yafsdp_cc.compression import error_feedback, queue_model
+from yafsdp_cc.compression import error_feedback
 from yafsdp_cc.compression.config import EXACT
 from yafsdp_cc.compression.error_feedback import RECEIVED, SENT, Residual, lost_share
-from yafsdp_cc.compression.queue_model import CodecCost, GroupCosts
 from yafsdp_cc.compression.reduce_scatter import CompressedReduceScatter
 from yafsdp_cc.compression.schedule import CompressionObserver
 from yafsdp_cc.compression.state import set_codecs
@@ -31,8 +30,11 @@ from yafsdp_cc.profiling import span
 from yafsdp_cc.ranks.mesh import all_groups, all_reduce_over
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from torch import Tensor
+
+    from yafsdp_cc.compression.codec import Codec
     from yafsdp_cc.compression.schedule import CompressionSchedule
     from yafsdp_cc.engine.communicator import CommContext
     from yafsdp_cc.engine.param import FlatParam
@@ -98,6 +100,24 @@ def measure_link(context: CommContext, message_bytes: int) -> LinkCost:
     return LinkCost(latency, max(longest / repeats - latency, 0.0) / (peers * size))
 
 
+def seconds_per_element(codec: Codec, gradients: Tensor, residual_dtype: torch.dtype | None) -> float:
+    """Return the seconds that a rank needs to encode, decode and sum an element of a reduce-scatter.
+
+    Args:
+        gradients: [other ranks, chunk], values to try it with.
+    """
+    (peers, chunk), device = gradients.shape, gradients.device
+    messages = torch.zeros(peers, codec.message_bytes(chunk), dtype=torch.uint8, device=device)
+    residual = None
+    if residual_dtype is not None:
+        residual = Residual.zeros(peers, chunk, residual_dtype, codec.block, device)
+    total = torch.zeros(chunk, device=device)
+    encode = partial(error_feedback.encode, codec, gradients, messages, residual=residual)
+    decode_sum = partial(error_feedback.decode_sum, codec, messages, chunk, gradients[0], 0, total)
+    # the best time counts: other work of the machine can only slow a sum down
+    return min(_seconds(device, encode, decode_sum) for _ in range(3)) / (peers + 1) / chunk
+
+
 def _seconds(device: torch.device, *runs: Callable[[], object]) -> float:
     """Time ``runs`` in seconds, the work that they enqueue on the device included."""
     synchronize = torch.get_device_module(device).synchronize
@@ -118,7 +138,6 @@ class BackwardTimer(CompressionObserver):
     def __init__(self) -> None:
         super().__init__()
         self.enabled = False
-        """Whether the next backwards are timed."""
         self._finished: deque[list[tuple[str, list[tuple[Any, Any]]]]] = deque(maxlen=SAMPLES)
         """Groups of each finished backward, with (start, end) of the computation before the reduce, from ``_now``."""
         self._current: list[tuple[str, list[tuple[Any, Any]]]] | None = None
@@ -213,6 +232,166 @@ class Measurement(NamedTuple):
     link: LinkCost
 
 
+# How long a backward takes with given codecs, and which codecs hide its reduces: pure functions --------------------
+#
+# A backward computes the gradients of one parameter group after another, and issues the reduce-scatter of each:
+#
+#     compute   | group 0 | group 1 | group 2 |   |
+#     network             | reduce 0  | reduce 1  | reduce 2 |
+#                                     ^ if group 2 is to write into the gradient buffer of group 0, it starts here
+#
+# A reduce is exposed where it lasts longer than what is computed meanwhile; the last one always is.
+#
+# Source: that only exposed communication is worth compressing is from Song et al., "Optimus-CC" (2023), who select
+# pipeline stages by hand.
+
+SLACK = 0.1
+"""A codec is kept if it is also right for a network that is faster or slower by this share."""
+_ROUNDING = 1e-9
+"""Relative difference below which two times count as equal."""
+
+
+class CodecCost(NamedTuple):
+    """Seconds and error of reducing the gradients of one group with one codec."""
+
+    codec: str
+    network: float
+    """Seconds on the network, all-gathers of weights between this reduce and the next included."""
+    host: float = 0.0
+    """Seconds in which the computing thread encodes, decodes and sums. On CUDA they are part of ``network``."""
+    error: float = 0.0
+    """Relative squared error of a message, times the group's share of all elements."""
+
+
+class GroupCosts(NamedTuple):
+    """Costs of one parameter group, in the order in which a backward issues the reduces."""
+
+    compute: float
+    """Seconds of computation between the group before issuing its reduce and this group issuing its own."""
+    codecs: tuple[CodecCost, ...]
+    """Costs of each codec: the first is exact, each later one has a larger error and takes less of the network."""
+    waits_for: int = -1
+    """Index of the group whose reduce must have finished before this computation starts; -1: none."""
+
+
+def backward_seconds(groups: Sequence[GroupCosts], picks: Sequence[int]) -> float:
+    """Return how long a backward takes, the end of its last reduce included.
+
+    The network carries one reduce at a time. A thread that encodes (``host``) first waits for the reduce before.
+
+    Args:
+        picks: for each group, the index of its codec in ``codecs``.
+    """
+    return _simulate(groups, picks).seconds
+
+
+def exposed_seconds(groups: Sequence[GroupCosts], picks: Sequence[int]) -> float:
+    """Return how much longer a backward takes than its computation. Args as of ``backward_seconds``."""
+    return backward_seconds(groups, picks) - sum(group.compute for group in groups)
+
+
+def total_error(groups: Sequence[GroupCosts], picks: Sequence[int]) -> float:
+    """Return the relative squared error on average over elements. Args as of ``backward_seconds``."""
+    return sum(group.codecs[pick].error for group, pick in zip(groups, picks, strict=True))
+
+
+def choose_codecs(
+    groups: Sequence[GroupCosts], tolerance: float = 0.0, error_budget: float = float("inf")
+) -> list[int]:
+    """Return the picks of least error with which a backward is at most ``tolerance`` seconds above the shortest.
+
+    Greedy. While the backward is longer, one of the reduces on its critical path takes the codec that adds the least
+    error per second saved; among equals the last one in the backward, which delays no other reduce. Afterwards groups
+    return to codecs of less error where that keeps the backward within the limit, the largest error first.
+    """
+    tried = list(_tightened(groups, error_budget))
+    limit = (min(seconds for seconds, _ in tried) + tolerance) * (1 + _ROUNDING)
+    picks = next(picks for seconds, picks in tried if seconds <= limit)
+    returns = sorted(
+        (_rounded(cost.error - group.codecs[pick].error), index, number)
+        for index, (group, pick) in enumerate(zip(groups, picks, strict=True))
+        for number, cost in enumerate(group.codecs[:pick])
+    )
+    for _, index, number in returns:
+        changed = [*picks[:index], number, *picks[index + 1 :]]
+        if number < picks[index] and backward_seconds(groups, changed) <= limit:
+            picks = changed
+    return picks
+
+
+def adjust_codecs(
+    groups: Sequence[GroupCosts], current: Sequence[int], tolerance: float = 0.0, error_budget: float = float("inf")
+) -> list[int]:
+    """Return picks as ``choose_codecs``, but keep those of ``current`` that suit a network off by ``SLACK``."""
+    fast, slow = (choose_codecs(_scaled(groups, 1 + sign * SLACK), tolerance, error_budget) for sign in (-1, 1))
+    kept = [min(max(pick, min(ends)), max(ends)) for pick, *ends in zip(current, fast, slow, strict=True)]
+    return kept if total_error(groups, kept) <= error_budget else choose_codecs(groups, tolerance, error_budget)
+
+
+class _Moment(NamedTuple):
+    """A time in a simulated backward."""
+
+    seconds: float
+    path: tuple[int, ...] = ()
+    """Indices of the reduces on the critical path to this time."""
+
+    def plus(self, seconds: float) -> _Moment:
+        return _Moment(self.seconds + seconds, self.path)
+
+
+def _simulate(groups: Sequence[GroupCosts], picks: Sequence[int]) -> _Moment:
+    """Return the time at which a backward ends."""
+    computed = reduced = _Moment(0.0)
+    ends: list[_Moment] = []
+    for index, (group, pick) in enumerate(zip(groups, picks, strict=True)):
+        cost = group.codecs[pick]
+        started = _later(ends[group.waits_for], computed) if group.waits_for >= 0 else computed
+        computed = started.plus(group.compute)
+        issued = _later(reduced, computed)
+        if cost.host:
+            computed = issued = issued.plus(cost.host)
+        reduced = _Moment(issued.seconds + cost.network, (*issued.path, index))
+        ends.append(reduced)
+    return _later(reduced, computed)
+
+
+def _later(reduced: _Moment, computed: _Moment) -> _Moment:
+    return reduced if reduced.seconds >= computed.seconds else computed
+
+
+def _tightened(groups: Sequence[GroupCosts], error_budget: float) -> Iterator[tuple[float, list[int]]]:
+    """Yield seconds and picks, from all exact on, one group changed at a time, while that may shorten the backward."""
+    picks, error = [0] * len(groups), 0.0
+    while True:
+        end = _simulate(groups, picks)
+        yield end.seconds, picks
+        moves = [
+            (_rounded((cost.error - now.error) / (now.network - cost.network)), -index, number)
+            for index in end.path
+            for now in (groups[index].codecs[picks[index]],)
+            for number, cost in enumerate(groups[index].codecs)
+            if cost.network < now.network and error - now.error + cost.error <= error_budget
+        ]
+        if not moves:
+            return
+        _, negative, number = min(moves)
+        picks = [*picks[:-negative], number, *picks[1 - negative :]]
+        error = total_error(groups, picks)
+
+
+def _scaled(groups: Sequence[GroupCosts], factor: float) -> list[GroupCosts]:
+    """Return the groups' costs on a network that is slower by ``factor``."""
+    return [
+        group._replace(codecs=tuple(cost._replace(network=factor * cost.network) for cost in group.codecs))
+        for group in groups
+    ]
+
+
+def _rounded(value: float) -> float:
+    """Round to 9 digits: the same sum differs in later ones when its terms are added in another order."""
+    return float(f"{value:.9g}")
+
+
 # The observer --------------------------------------------------------------------------------------------------------
 
 
@@ -227,13 +406,11 @@ class CodecAutotuner(CompressionObserver):
         super().__init__()
         self.timer = BackwardTimer()
         self.steps = 0
-        """Number of optimizer steps since the engine was assembled."""
         self.next_tuning = FIRST
         """Number of the optimizer step after which codecs are chosen next."""
         self.last: Measurement | None = None
         """The measurement that the present codecs were chosen by."""
         self.summary = ""
-        """Text about the present codecs, for the plan and the log."""
         self._schedule = schedule
         self._config = schedule.config
         self._candidates = [self._config.make(name) for name in self._config.candidates]
@@ -282,10 +459,7 @@ class CodecAutotuner(CompressionObserver):
             for group, costs in zip(found.groups, found.costs, strict=True)
         ]
         is_first, self.last = self.last is None, found
-        if is_first:
-            picks = queue_model.choose_codecs(found.costs, *limits)
-        else:
-            picks = queue_model.adjust_codecs(found.costs, current, *limits)
+        picks = choose_codecs(found.costs, *limits) if is_first else adjust_codecs(found.costs, current, *limits)
         chosen = zip(found.groups, found.costs, picks, strict=True)
         self.set_codecs({group: costs.codecs[pick].codec for group, costs, pick in chosen})
         why = self.state.context.counters.why = _explain(found, current, picks)
@@ -331,21 +505,13 @@ class CodecAutotuner(CompressionObserver):
         return Measurement(groups, tuple(costs), step, link)
 
     def _measure_work(self, flats: Sequence[FlatParam]) -> dict[str, float]:
-        """Return the seconds per element that a rank needs to encode, decode and sum a reduce-scatter, by codec."""
-        config, device, peers = self._config, self.state.context.device, self.state.context.gather.comm.world - 1
+        """Return ``seconds_per_element`` of each codec; 0 for exact sums."""
+        config, peers = self._config, self.state.context.gather.comm.world - 1
         chunk = min(max(max(flat.layout.chunks) for flat in flats), _TRIAL // peers) // config.block * config.block
         # the buffer holds the shards of all other ranks
-        gradients = torch.zeros(peers, chunk, dtype=flats[0].reduce_dtype, device=device)
-        total = torch.zeros(chunk, device=device)
-        found = {EXACT: 0.0}
-        for codec in self._candidates:
-            messages = torch.zeros(peers, codec.message_bytes(chunk), dtype=torch.uint8, device=device)
-            dtype = config.residual_dtype
-            residual = None if dtype is None else Residual.zeros(peers, chunk, dtype, config.block, device)
-            encode = partial(error_feedback.encode, codec, gradients, messages, residual=residual)
-            decode_sum = partial(error_feedback.decode_sum, codec, messages, chunk, gradients[0], 0, total)
-            found[codec.name] = min(_seconds(device, encode, decode_sum) for _ in range(3)) / (peers + 1) / chunk
-        return found
+        gradients = torch.zeros(peers, chunk, dtype=flats[0].reduce_dtype, device=self.state.context.device)
+        work = {codec.name: seconds_per_element(codec, gradients, config.residual_dtype) for codec in self._candidates}
+        return {EXACT: 0.0, **work}
 
     def _costs(
         self, group: ParamGroup, link: LinkCost, codecs: Sequence[tuple[str, float, float]]
@@ -402,11 +568,11 @@ def _explain(found: Measurement, before: Sequence[int], after: Sequence[int]) ->
     costs, link = found.costs, found.link
     rate = f"{8e-6 / link.per_byte:,.0f} Mbit/s" if link.per_byte else "more than can be measured"
     compute = 1e3 * sum(group.compute for group in costs)
-    exact, was, now = (1e3 * queue_model.exposed_seconds(costs, picks) for picks in ([0] * len(costs), before, after))
+    exact, was, now = (1e3 * exposed_seconds(costs, picks) for picks in ([0] * len(costs), before, after))
     return (
         f"links carry {rate} each way, a backward computes {compute:.0f} ms of a step's {1e3 * found.step:.0f}; "
         f"reduces are exposed for {exact:.1f} ms if exact, {was:.1f} with the codecs so far, {now:.1f} with these, of "
-        f"relative error {queue_model.total_error(costs, after):.2g}"
+        f"relative error {total_error(costs, after):.2g}"
     )
 
 

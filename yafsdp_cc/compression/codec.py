@@ -35,7 +35,6 @@ BLOCK = 256
 """Elements that share a scale by default."""
 
 BLOCKS = (64, 128, 256, 512, 1024, 2048, 4096)
-"""Numbers of elements that a block may have."""
 
 _ROW = 64
 """Bytes: every message is padded to a multiple of this."""
@@ -43,8 +42,11 @@ _ROW = 64
 _LANES = 64
 """Number of running sums that ``block_sum`` adds a block in: part of the format, as it fixes the order."""
 
-ELSEWHERE = ("powersgd", "auto")
-"""Values that gradients may have in place of a codec: "powersgd" encodes whole matrices, "auto" chooses a codec."""
+LOW_RANK = "powersgd"
+"""The name of low rank, which is no codec but a collective of its own (``compression.powersgd``)."""
+
+AUTO = "auto"
+"""The name for the least lossy codec, or none, with which a reduce is hidden (``compression.autotune``)."""
 
 _codecs: dict[str, type[Codec]] = {}
 
@@ -82,9 +84,6 @@ class Codec(ABC):
 
     Args:
         block: elements that share a scale, a power of two from 64 to 4,096.
-
-    Raises:
-        ValueError: ``block`` is something else.
     """
 
     name: ClassVar[str]
@@ -104,7 +103,7 @@ class Codec(ABC):
         if "name" in cls.__dict__:
             known = _codecs.get(cls.name)
             # A module that is loaded again defines the same class again.
-            if cls.name in ELSEWHERE or (known is not None and _path(known) != _path(cls)):
+            if cls.name in (LOW_RANK, AUTO) or (known is not None and _path(known) != _path(cls)):
                 raise ValueError(f"there is a codec {cls.name!r} already; give {cls.__qualname__} another name")
             _codecs[cls.name] = cls
 
@@ -159,22 +158,14 @@ def _of_its_size(decode: Callable[[Any, Tensor, Tensor], None]) -> Callable[[Any
 
 
 def kind_of(name: str) -> type[Codec]:
-    """Return the class of the codec ``name``.
-
-    Raises:
-        ValueError: there is no such codec.
-    """
+    """Return the class of the codec ``name``."""
     if name not in _codecs:
-        raise ValueError(f"there is no codec {name!r}, only {', '.join([*sorted(_codecs), *ELSEWHERE])}")
+        raise ValueError(f"there is no codec {name!r}, only {', '.join([*sorted(_codecs), LOW_RANK, AUTO])}")
     return _codecs[name]
 
 
 def codec_of(name: str, block: int = BLOCK) -> Codec:
-    """Make the codec ``name``.
-
-    Raises:
-        ValueError: there is no such codec, or it cannot have blocks of this size.
-    """
+    """Make the codec ``name``."""
     return kind_of(name)(block)
 
 
@@ -281,9 +272,6 @@ def counts_of(layout: Layout, block: int, device: torch.device, ranks: range | N
     """Return how many elements of parameters, not padding, each block of equal chunks has.
 
     Args:
-        layout: layout of the buffer.
-        block: elements of a block.
-        device: device of the result.
         ranks: adjacent ranks whose chunks are equally long; None: all.
 
     Returns:

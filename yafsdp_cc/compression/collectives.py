@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 from yafsdp_cc.compression.all_gather import ENCODED_DTYPES, DeltaAllGather, RoundedAllGather
 from yafsdp_cc.compression.all_reduce import CompressedAllReduce
 from yafsdp_cc.compression.autotune import CodecAutotuner
-from yafsdp_cc.compression.config import AUTO, EXACT, LOW_RANK, ROUNDING
+from yafsdp_cc.compression.codec import AUTO, LOW_RANK
+from yafsdp_cc.compression.config import EXACT, ROUNDING
 from yafsdp_cc.compression.fallback import CodecFallback
 from yafsdp_cc.compression.powersgd import matrices_of, numel_of
 from yafsdp_cc.compression.reduce_scatter import CompressedReduceScatter
@@ -30,15 +31,7 @@ COMPARED = ("bf16", "int8", "int4", "ternary", "onebit", LOW_RANK)
 
 
 class CompressedCollectives(Collectives):
-    """Makes the collectives of a model that is sharded with a ``Compression``.
-
-    Args:
-        config: the user's settings.
-        mesh: the mesh that the model is sharded on.
-
-    Raises:
-        ValueError: the settings do not fit the mesh.
-    """
+    """Makes the collectives of a model that is sharded with a ``Compression``."""
 
     def __init__(self, config: Compression, mesh: DeviceMesh) -> None:
         replicas = replicate_group(mesh)

@@ -12,7 +12,7 @@ import torch
 from pydantic import ConfigDict, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic.dataclasses import dataclass
 
-from yafsdp_cc.compression.codec import Codec, Scaled, codec_of, kind_of
+from yafsdp_cc.compression.codec import AUTO, LOW_RANK, Codec, Scaled, codec_of, kind_of
 from yafsdp_cc.config import CompressionFields, run_settings
 
 EF21 = "ef21"
@@ -21,11 +21,6 @@ EF21 = "ef21"
 EXACT = "fp32"
 """The name for no codec: the engine sums in fp32."""
 
-LOW_RANK = "powersgd"
-"""The name of low rank, which is no codec but a collective of its own (``compression.powersgd``)."""
-
-AUTO = "auto"
-"""The name for the least lossy codec, or none, with which a reduce is hidden (``compression.autotune``)."""
 ROUNDING = ("int8", "fp8")
 """Codecs precise enough for weights themselves; other codecs encode only how weights have changed."""
 
@@ -234,7 +229,6 @@ def compression_of(value: Compression | str | None) -> Compression | None:
     """Return the ``Compression`` that the argument ``compression`` stands for; None for None.
 
     Raises:
-        TypeError: ``value`` is of another type.
         ValueError: it names no codec.
     """
     if isinstance(value, str):

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 
-from yafsdp_cc.compression.config import AUTO, Compression, compression_of
+from yafsdp_cc.compression.codec import AUTO
+from yafsdp_cc.compression.config import Compression, compression_of
 from yafsdp_cc.compression.fsdp2 import CompressedCommunication, exact_mean
 from yafsdp_cc.engine.streams import CommHandle, CommStream, comm_stream
 
@@ -23,7 +24,6 @@ class CompressionHookState(CompressedCommunication):
 
     Raises:
         ValueError: the compression has a setting that a hook of DDP cannot serve.
-        TypeError: ``compression`` is None or of another type.
     """
 
     def __init__(self, compression: Compression | str, group: dist.ProcessGroup | None = None) -> None:
@@ -49,9 +49,7 @@ class CompressionHookState(CompressedCommunication):
         self.steps = 0
         """Number of backwards that have begun."""
         self.stream: CommStream | None = None
-        """Stream that averages buckets, made at the first one."""
         self.handle: CommHandle
-        """Handle of the bucket average that was issued last."""
 
 
 def encoded_mean(state: CompressionHookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

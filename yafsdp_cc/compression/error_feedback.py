@@ -160,12 +160,10 @@ def encode(
     """Encode ``gradients`` into ``message``, and store in ``residual`` what the message loses.
 
     Args:
-        codec: format of the messages.
         gradients: [messages, n], floating-point; zero in padding.
         message: [messages, bytes] uint8, overwritten.
         counts: [messages, blocks] int32, how many elements each block has; None: all.
         residual: None: without error feedback.
-        recursion: coefficients of the error feedback.
         scale: factor that gradients are multiplied by first: one over the loss scale.
         noise: random numbers for stochastic rounding, without a residual.
     """
@@ -173,7 +171,9 @@ def encode(
         number, values = _NUMBERS[codec.name], _readable(gradients)
         kept = (None, None) if residual is None else (residual.values, residual.scales)
         drawn = (-1, 0) if noise is None else noise
-        ops.encode(values, message, number, codec.block, counts, *kept, *recursion, scale, *drawn, _stream(message))
+        ops.encode(
+            values, message, number, codec.block, counts, *kept, *recursion, scale, *drawn, stream_of(message.device)
+        )
         return
     g = gradients.to(torch.float32) * scale
     if residual is None:
@@ -193,7 +193,7 @@ def encode(
 def accumulate(gradients: Tensor, residual: Residual, *, scale: float = 1.0) -> None:
     """Add gradients [messages, n] to the residual, for a later message; blocks that are not finite are left out."""
     if (ops := ops_for(gradients.device)) is not None:
-        ops.accumulate(_readable(gradients), *residual, scale, _stream(gradients))
+        ops.accumulate(_readable(gradients), *residual, scale, stream_of(gradients.device))
         return
     due = residual.load() + gradients.to(torch.float32) * scale
     residual.store(due, largest_of(due.unflatten(1, (-1, residual.block))).isfinite())
@@ -206,9 +206,7 @@ def decode_sum(
     range.
 
     Args:
-        codec: format of the messages.
         messages: [messages, bytes] uint8.
-        n: elements of each message.
         own: as long as ``total``, floating-point: this rank's gradients, which were not encoded; None for none. It may
             be ``total`` itself where ``place`` is 0.
         place: index of the message before which ``own`` is added.
@@ -219,7 +217,7 @@ def decode_sum(
     own = None if own is None else _readable(own)
     if (ops := ops_for(messages.device, codec)) is not None:
         number = _NUMBERS[codec.name]
-        ops.decode_sum(messages, number, codec.block, n, own, place, total, start, _stream(messages))
+        ops.decode_sum(messages, number, codec.block, n, own, place, total, start, stream_of(messages.device))
         return
     values = total.new_empty(messages.shape[0], total.shape[0])
     codec.decode(messages, values)
@@ -259,7 +257,7 @@ def decode(codec: Codec, messages: Tensor, values: Tensor) -> None:
     """Decode ``messages`` [messages, bytes] into ``values`` [messages, n] of any floating-point dtype."""
     ops = ops_for(messages.device, codec)
     if ops is not None and values.dtype != torch.float64:
-        ops.decode(messages, _NUMBERS[codec.name], codec.block, values, _stream(messages))
+        ops.decode(messages, _NUMBERS[codec.name], codec.block, values, stream_of(messages.device))
     elif values.dtype == torch.float32:
         codec.decode(messages, values)
     else:
@@ -272,9 +270,9 @@ def _readable(values: Tensor) -> Tensor:
     return values.to(torch.float32) if values.dtype == torch.float64 else values
 
 
-def _stream(tensor: Tensor) -> int:
-    """Return the handle of the current CUDA stream of the tensor's device; 0 on a CPU."""
-    return torch.cuda.current_stream(tensor.device).cuda_stream if tensor.is_cuda else 0
+def stream_of(device: torch.device) -> int:
+    """Return the handle of the stream that native kernels are launched on; 0 on a CPU."""
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
 # What messages lose ------------------------------------------------------------------------------------------------
@@ -313,9 +311,7 @@ class CompressionError:
     out, it is lower by another √a.
 
     Args:
-        device: device of the messages.
         kept: the share of normal noise that the codec's messages keep.
-        recursion: coefficients of the error feedback.
         rank: rank of the sender; ranks take their samples from different parts of the gradients.
     """
 
@@ -327,7 +323,6 @@ class CompressionError:
         self.sums = torch.zeros(SUMS, dtype=torch.float64, device=device)
         """[3] fp64, the sums of squares of h − D(m), of h, and of D(m)."""
         self.seen = False
-        """Whether a message was observed."""
 
     @torch.no_grad()
     def observe(self, codec: Codec, messages: Tensor, residual: Residual, gradients: Tensor) -> None:
@@ -399,7 +394,6 @@ class Feedback(NamedTuple):
     noise: Noise | None
     """Random numbers for stochastic rounding, where there is no residual."""
     error: CompressionError | None
-    """Observer of the messages, if any."""
 
 
 class Encoder(ABC):
@@ -441,11 +435,6 @@ class Encoder(ABC):
     def decode_differences(self, estimate: Tensor, start: int, total: Tensor) -> None:
         """Add messages of differences to ``estimate``, and write the new estimate to ``total`` (``decode_differences``
         above).
-
-        Args:
-            estimate: elements from ``start`` on of the sum over senders of all messages so far; overwritten.
-            start: a multiple of ``step``.
-            total: as long; overwritten.
         """
         raise NotImplementedError(f"{type(self).__name__} does not encode differences to an estimate")
 
@@ -476,8 +465,6 @@ def other_chunks(buffer: Tensor, layout: Layout, rank: int) -> list[PeerChunks]:
 
     Args:
         buffer: laid out by ``layout``, or with one element for each of its blocks.
-        layout: places of the chunks.
-        rank: the rank whose chunk is left out.
     """
     block = layout.numel // max(buffer.numel(), 1)
     found = []

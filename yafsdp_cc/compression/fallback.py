@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from yafsdp_cc.compression.all_gather import DeltaAllGather
-from yafsdp_cc.compression.config import AUTO
+from yafsdp_cc.compression.codec import AUTO
 from yafsdp_cc.compression.error_feedback import SUMS
 from yafsdp_cc.compression.reduce_scatter import CompressedSum
 from yafsdp_cc.compression.schedule import CompressionObserver
@@ -70,11 +70,7 @@ def name_of(flat: FlatParam, collective: CompressedSum | DeltaAllGather) -> str:
 
 
 class CodecFallback(CompressionObserver):
-    """Measures, judges and replaces the codecs of one model.
-
-    Args:
-        schedule: the phase of the model's compression.
-    """
+    """Measures, judges and replaces the codecs of one model."""
 
     def __init__(self, schedule: CompressionSchedule) -> None:
         super().__init__()
@@ -83,7 +79,6 @@ class CodecFallback(CompressionObserver):
         self._forwards = 0
         """Number of forwards so far that began a step; further micro-batches of a step do not count."""
         self._has_reduced = True
-        """Whether a reduce was issued since the last counted forward."""
         self._measured: list[Measured] = []
         """Messages under measurement, until they are judged."""
         self._scale = 1.0
@@ -97,7 +92,6 @@ class CodecFallback(CompressionObserver):
         """Codec that each message has fallen back to."""
         self._strikes: dict[str, int] = {}
         self._smallest: dict[str, float] = {}
-        """Smallest norm measured of each message."""
         self._best, self._rises = float("inf"), 0
         self._loss: Tensor | float = 0.0
         self._losses = 0

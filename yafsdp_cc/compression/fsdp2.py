@@ -24,7 +24,8 @@ from torch.nn.functional import pad
 
 from yafsdp_cc.compression import error_feedback
 from yafsdp_cc.compression.all_reduce import CompressedAllReduce
-from yafsdp_cc.compression.config import AUTO, LOW_RANK, ROUNDING, Compression, compression_of, compression_of_run
+from yafsdp_cc.compression.codec import AUTO, LOW_RANK
+from yafsdp_cc.compression.config import ROUNDING, Compression, compression_of, compression_of_run
 from yafsdp_cc.compression.error_feedback import PlainBuffer
 from yafsdp_cc.compression.reduce_scatter import CompressedReduceScatter
 from yafsdp_cc.compression.schedule import CompressionSchedule
@@ -142,17 +143,12 @@ class CompressedCommunication:
 
     It also holds the compressed sums of all hooks of a model, FSDP2's or DDP's; each is made at first use and has a
     residual.
-
-    Args:
-        config: the user's settings.
     """
 
     def __init__(self, config: Compression) -> None:
         self.config = config
         self.sent_bytes = 0
-        """Number of bytes that this rank has sent in encoded collectives so far."""
         self.removed = False
-        """Whether ``remove`` has been called."""
         # the hooks count warm-up steps themselves, not the schedule
         self._schedule = CompressionSchedule(replace(config, warmup_steps=0))
         self._all_reduces: dict[Any, CompressedAllReduce] = {}
@@ -184,9 +180,6 @@ class CompressedCommunication:
         """Fill ``output`` [n] with this rank's chunk of the sum, or the mean, of ``grads`` [world * n].
 
         Args:
-            output: overwritten.
-            grads: floating-point.
-            group: the ranks.
             name: name of the residual, and seed of random numbers.
             is_mean: whether to divide by the number of ranks.
         """
@@ -221,8 +214,6 @@ class CompressedCommunication:
         """Overwrite ``total`` [n], floating-point, with its mean over ``group``.
 
         Args:
-            total: of any floating-point dtype.
-            group: the ranks.
             name: seed of random numbers.
             key: identifies the residual.
             places: where each tensor in ``total`` begins, and its shape; needed for low rank.

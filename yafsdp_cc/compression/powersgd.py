@@ -108,9 +108,7 @@ class LowRank:
 
     Args:
         matrices, rest: results of ``matrices_of``.
-        rank: r.
         name: name of the buffer, which seeds the random factors of the first message.
-        device: device of the buffer.
     """
 
     def __init__(
@@ -229,8 +227,6 @@ class FactorEncoder(Encoder):
     """Encodes elements ``first`` to ``last`` of a buffer as the factors of the matrices among them.
 
     Args:
-        flat: the buffer.
-        config: the user's settings.
         first, last: the range that is summed.
         name: seed of the random factors of the first message.
     """

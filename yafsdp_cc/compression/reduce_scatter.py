@@ -12,15 +12,8 @@ The sum has the form of the exact reduce-scatter's: fp32, and not divided by the
 
 A ``CompressedSum`` belongs to one flat buffer. Its ``Encoder`` makes messages of gradients, exchanges them and decodes
 their sum. State that outlives a change of codec is an attribute of the ``CompressedSum``: the residual, gradients
-carried over to the next sum, the optimizer's momentum, and the counter of random numbers. The phase of the
-``CompressionSchedule`` decides what each ``start`` sends:
-
-    phase      what is sent                 sum              exact_mean
-    EXACT      gradients                    exact            -
-    KEPT       gradients                    exact            mean of the sum
-    LEARNING   gradients                    exact            mean of the sum
-    ENCODED    messages                     decoded          -
-    BOTH       messages, and gradients      decoded          mean of the exact sum
+carried over to the next sum, the optimizer's momentum, and the counter of random numbers. The ``Phase`` of the
+``CompressionSchedule`` decides what each ``start`` sends.
 
 **Momentum form.** With M of every rank w the recursion of ``error_feedback`` for a = 1 − β,
 
@@ -49,8 +42,8 @@ import torch
 from torch import Tensor
 
 from yafsdp_cc.compression import error_feedback
-from yafsdp_cc.compression.codec import Noise, counts_of
-from yafsdp_cc.compression.config import AUTO, EXACT, LOW_RANK
+from yafsdp_cc.compression.codec import AUTO, LOW_RANK, Noise, counts_of
+from yafsdp_cc.compression.config import EXACT
 from yafsdp_cc.compression.error_feedback import (
     CLASSIC,
     PART,
@@ -86,8 +79,6 @@ class CompressedSum(Collective):
     """A sum over ranks of one buffer, exact or by encoded messages: the phase of ``schedule`` decides.
 
     Args:
-        flat: the buffer.
-        schedule: the phase and settings that all sums of the model share.
         codec: the name of a codec or ``powersgd``; ``fp32`` for exact sums. ``auto``: exact until ``set_codec``, with
             scratch buffers that all candidates of the configuration fit in.
     """
@@ -544,12 +535,7 @@ def message_sizes(layout: Layout, codec: Codec) -> list[int]:
 
 
 class CodecEncoder(Encoder):
-    """Encodes chunks of a buffer by a codec.
-
-    Args:
-        flat: the buffer.
-        codec: format of the messages.
-    """
+    """Encodes chunks of a buffer by a codec."""
 
     def __init__(self, flat: SummedBuffer, codec: Codec) -> None:
         self.codec = codec

@@ -34,11 +34,13 @@ class Phase(Enum):
     """How gradients that have a codec are summed."""
 
     EXACT = "exact"
+    """Gradients are sent."""
     KEPT = "kept"
     """Sums are exact, and their mean is stored in ``exact_mean`` before anybody clips it."""
     LEARNING = "learning"
     """Sums as in KEPT, though ENCODED or BOTH is due: ``LocalClip`` has no limits yet. All-gathers are encoded."""
     ENCODED = "encoded"
+    """Messages are sent, and sums are decoded."""
     BOTH = "both"
     """Sums are encoded, and exact sums besides go into ``exact_mean``."""
 
@@ -113,16 +115,13 @@ class CompressionSchedule(CompressionObserver):
 
     Unless an optimizer sets the phase, sums are exact for ``config.warmup_steps`` optimizer steps and encoded
     afterwards. A step is counted in the first forward that finds changed weights.
-
-    Args:
-        config: the user's settings.
-        over_replicas: whether sums over replicas are encoded, and those over the ranks of a shard exact.
     """
 
     def __init__(self, config: Compression, *, over_replicas: bool = False) -> None:
         super().__init__()
         self.config = config
         self.over_replicas = over_replicas
+        """Whether sums over replicas are encoded, and those over the ranks of a shard exact."""
         self.phase = Phase.EXACT if config.warmup_steps else Phase.ENCODED
         """Phase of the next backward; each sum latches it in ``start``."""
         self.steps = 0
@@ -182,7 +181,6 @@ class CompressionSchedule(CompressionObserver):
         """Let an optimizer set the phase. The engine must be assembled anew, as exact sums need scratch buffers.
 
         Args:
-            controller: the optimizer, referenced weakly.
             max_grad_norm: limit of the mean gradient's norm; None: gradients are not clipped before they are sent.
         """
         self.controller, self.phase = weakref.ref(controller), Phase.EXACT

@@ -18,7 +18,6 @@ def metrics_callback(folder: str | Path, **options: Any) -> Callback:
     logs are written after it.
 
     Args:
-        folder: folder of the run.
         options: arguments of ``yafsdp_cc.Metrics``; ``every`` counts optimizer steps.
     """
     from lightning.pytorch import Callback

@@ -25,9 +25,6 @@ def accept_sharded_model(trainer: AnyTrainer) -> AnyTrainer:
     ``torch.distributed.checkpoint``, and ``trainer.save_model()``, to be called on every rank, writes unsharded weights
     for ``from_pretrained``. ``generate`` of the model goes on until all ranks are done, unless it is passed
     ``synced_gpus=False``. Call it before ``trainer.train()``; returns the same object.
-
-    Raises:
-        ValueError: the trainer's model is not sharded.
     """
     from transformers import TrainerCallback
 
@@ -71,7 +68,6 @@ def metrics_callback(folder: str | Path, **options: Any) -> TrainerCallback:
     It reports when the Trainer logs (``logging_steps``), with the Trainer's mean loss since it last did.
 
     Args:
-        folder: folder of the run.
         options: arguments of ``yafsdp_cc.Metrics``, except ``every``.
     """
     from transformers import TrainerCallback

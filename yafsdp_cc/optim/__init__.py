@@ -4,13 +4,12 @@ The 1-bit family sums exactly for a short while, and then sends about a bit per 
 """
 
 from yafsdp_cc.optim.adafactor import Adafactor
-from yafsdp_cc.optim.adam import OneBitAdam
+from yafsdp_cc.optim.adam import OneBitAdam, ZeroOneAdam
 from yafsdp_cc.optim.lamb import OneBitLamb
 from yafsdp_cc.optim.matrix import MatrixOptimizer
 from yafsdp_cc.optim.muon import Muon
 from yafsdp_cc.optim.replicated import ReplicatedOneBitAdam
 from yafsdp_cc.optim.sgd import OneBitSGD
-from yafsdp_cc.optim.zero_one import ZeroOneAdam
 
 __all__ = [
     "Adafactor",

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 
-from yafsdp_cc.optim.one_bit import grad_of, keep_dtypes, local_of, width_of
+from yafsdp_cc.optim.one_bit import grad_of, keep_dtypes, local_of, loss_of, width_of
 from yafsdp_cc.ranks.mesh import all_reduce_over
-from yafsdp_cc.tensor.dtensor import FlatDTensor, flat_dtensor
-from yafsdp_cc.tensor.reductions import Across
+from yafsdp_cc.tensor.dtensor import FlatDTensor, flat_dtensor, summand_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -37,9 +36,6 @@ class Adafactor(torch.optim.Adafactor):
 
     Arguments are those of ``torch.optim.Adafactor``; ``params`` are parameters of a sharded model, or groups of them,
     and ``foreach`` has no effect.
-
-    Raises:
-        ValueError: a setting is out of range, or a parameter is not sharded.
     """
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -55,10 +51,7 @@ class Adafactor(torch.optim.Adafactor):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Make a step. A collective. ``closure`` is called as by torch's optimizers."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         members = [
             _Member(parameter, group, self._state_of(parameter))
             for group in self.param_groups
@@ -109,6 +102,7 @@ class _Member:
 
     def __init__(self, parameter: Any, group: dict[str, Any], state: dict[str, Any]) -> None:
         self.spec: ShardSpec = parameter.shard_spec
+        self.summand = summand_of(parameter, parameter.dtype)
         self.parameter, self.group, self.state = parameter, group, state
         self.gradient = grad_of(parameter)
         if group["maximize"]:
@@ -117,15 +111,6 @@ class _Member:
         self.block = _Block.of(self.spec) if self.is_matrix else None
         eps = group["eps"][0]
         self.eps = torch.finfo(parameter.dtype).eps if eps is None else eps
-
-    @property
-    def across(self) -> Across:
-        return Across(self.spec.global_mesh, self.spec.groups)
-
-    @property
-    def counts(self) -> bool:
-        """Whether this rank's elements count in sums; elements that several ranks hold count on one."""
-        return self.spec.bounds is not None or self.spec.rank == 0
 
     def squares(self) -> Tensor:
         """Return sums of squares over this rank's elements: of weights, and of gradients by row and by column."""
@@ -258,10 +243,12 @@ def _summed(members: Sequence[_Member], found: Sequence[Tensor]) -> list[Tensor]
     """Return the sums over ranks of the ``found`` tensors of each parameter: one all-reduce for all of a mesh."""
     alike: defaultdict[Any, list[int]] = defaultdict(list)
     for place, (member, values) in enumerate(zip(members, found, strict=True)):
-        alike[member.across, values.device, values.dtype].append(place)
+        alike[member.summand.across, values.device, values.dtype].append(place)
     sums = list(found)
     for ((mesh, groups), *_), places in alike.items():
-        counted = [found[place] if members[place].counts else torch.zeros_like(found[place]) for place in places]
+        counted = [
+            found[place] if members[place].summand.counts else torch.zeros_like(found[place]) for place in places
+        ]
         total = torch.cat(counted)
         all_reduce_over(groups, total, dist.ReduceOp.SUM, mesh)
         for place, part in zip(places, total.split([len(part) for part in counted]), strict=True):

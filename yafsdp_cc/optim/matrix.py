@@ -4,7 +4,7 @@
 subclass of ``MatrixOptimizer`` gets whole gradients and returns whole updates. That needs no communication, with two
 exceptions: where tensor parallelism has divided a matrix, the ranks that own its parts gather it among themselves, and
 each computes the whole update; and a unit with fewer matrices than ranks may be sharded evenly
-(``sharding.ownership``): its matrices are assembled on their owners, and updates are sent back (``assembly``). AdamW
+(``sharding.ownership``): its matrices are assembled on their owners, and updates are sent back. AdamW
 updates all other parameters (embeddings, heads, norms, vectors) shard by shard.
 """
 
@@ -13,19 +13,21 @@ from __future__ import annotations
 import math
 import re
 from abc import abstractmethod
+from bisect import bisect_right
 from collections import defaultdict
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from yafsdp_cc.engine.layout import ShardSpec, TensorParallel
+from yafsdp_cc.engine.param import owner_of
 from yafsdp_cc.optim.adam import adamw_step
-from yafsdp_cc.optim.assembly import MatrixExchange, buckets
-from yafsdp_cc.optim.one_bit import check_settings, grad_of, keep_dtypes, local_of, width_of
-from yafsdp_cc.ranks.mesh import to_mesh_device
+from yafsdp_cc.optim.one_bit import check_settings, grad_of, keep_dtypes, local_of, loss_of, width_of
+from yafsdp_cc.ranks.mesh import shard_group, shard_rank, to_mesh_device
 from yafsdp_cc.tensor.dtensor import FlatDTensor, flat_dtensor, increment_version
 
 if TYPE_CHECKING:
@@ -172,10 +174,7 @@ class MatrixOptimizer(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Make a step. ``closure`` is called as by torch's optimizers."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for group in self.param_groups:
             used = [parameter for parameter in group["params"] if parameter.grad is not None]
             for parameter in used:
@@ -241,8 +240,6 @@ class MatrixOptimizer(Optimizer):
         """Yield for each matrix its view of ``targets``, its update and its learning rate.
 
         Args:
-            group: settings of the parameters.
-            parameters: the parameters.
             gradients, targets: whole matrices of each parameter, one after the other: those that this rank updates.
         """
         alike: dict[Any, list[tuple[Tensor, Tensor, dict[str, Tensor]]]] = defaultdict(list)
@@ -351,7 +348,6 @@ def _gathered(parameter: Any, local: Tensor) -> Tensor:
     """Return the whole matrix that this rank owns; a collective if tensor parallelism has divided it.
 
     Args:
-        parameter: the parameter, whose spec tells how it is divided.
         local: this rank's elements; returned unchanged unless tensor parallelism has divided the matrix.
     """
     spec: ShardSpec = parameter.shard_spec
@@ -375,8 +371,6 @@ def _owned_like(spec: ShardSpec, name: str, shape: Sequence[int]) -> ShardSpec:
     """Return the spec of a state tensor that lies on the ranks that update a matrix, or the matrices of a stack.
 
     Args:
-        spec: spec of the matrix.
-        name: name of the tensor.
         shape: shape of the tensor, with the same leading stack dimensions, if any, as ``spec.updated_shape``.
     """
     numel, bounds, parallel = math.prod(shape), spec.update_bounds, spec.tensor_parallel
@@ -389,3 +383,100 @@ def _owned_like(spec: ShardSpec, name: str, shape: Sequence[int]) -> ShardSpec:
         whole = torch.Size((*parallel.shape[:depth], *shape[depth:]))
         parallel = TensorParallel(parallel.mesh, parallel.placements, whole)
     return ShardSpec(f"{spec.name}.{name}", torch.Size(shape), spec.mesh, bounds, parallel, owners=spec.owners)
+
+
+# Assembly of matrices that are sharded evenly: one all-to-all to the ranks that update them, and one back -------------
+#
+#     shards of W      | rank 0 | rank 1 | rank 2 |        gradients, each rank's range to the owner
+#                         └────────┼────────┘
+#     owner of W              | whole W |                  its update, by ranges to those who hold them
+#
+# Matrices of several units share the two messages.
+
+_BUCKET = 1 << 26
+"""Elements of all ranks that one exchange moves, unless two units have more."""
+
+
+def buckets(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield the parameters of one exchange: of one mesh and dtype, and of at least two units if there are two.
+
+    Thus a unit causes one message more on average than without assembly, or less.
+    """
+    kinds: dict[Any, dict[Any, list[Tensor]]] = defaultdict(lambda: defaultdict(list))
+    for each in parameters:
+        spec: ShardSpec = each.shard_spec  # type: ignore[attr-defined]
+        owner = owner_of(spec)
+        kinds[spec.mesh, each.dtype][None if owner is None else owner.flat].append(each)
+    for kind in kinds.values():
+        units = list(kind.values())
+        while units:
+            elements = accumulate(sum(each.shard_spec.numel for each in unit) for unit in units)  # type: ignore[attr-defined]
+            count = max(bisect_right(list(elements), _BUCKET), 2)
+            if len(units) == count + 1:
+                count += 1
+            yield [each for unit in units[:count] for each in unit]
+            units = units[count:]
+
+
+class MatrixExchange:
+    """Moves matrices between the flat ranges of the shards and the ranges that ranks update."""
+
+    def __init__(self, specs: Sequence[ShardSpec]) -> None:
+        self._specs = specs
+        self._mesh = specs[0].mesh
+        self._group, self._rank = shard_group(self._mesh), shard_rank(self._mesh)
+
+    def assemble(self, shards: Sequence[Tensor]) -> list[Tensor]:
+        """Return the flat range of each matrix that this rank updates. A collective.
+
+        Args:
+            shards: this rank's shard of each matrix, flat, all of one dtype.
+        """
+        return self._move(shards, [_bounds_of(spec) for spec in self._specs])
+
+    def distribute(self, updates: Sequence[Tensor]) -> list[Tensor]:
+        """Return the flat range of each matrix in this rank's shard. A collective.
+
+        Args:
+            updates: the range of each that this rank updates, flat, all of one dtype.
+        """
+        return self._move(updates, [_bounds_of(spec)[::-1] for spec in self._specs])
+
+    def _move(self, tensors: Sequence[Tensor], bounds: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Tensor]:
+        """Move ranges between ranks; ``bounds`` has for each matrix those before and those after."""
+        ranks, own = range(self._group.size()), self._rank
+        sent, received = [], []
+        for peer in ranks:
+            sent.append([_overlap(before, own, after, peer) for before, after in bounds])
+            received.append([_overlap(before, peer, after, own) for before, after in bounds])
+        starts = [(before[own], after[own]) for before, after in bounds]
+        parts = [
+            tensor[part.start - first : part.stop - first]
+            for to_peer in sent
+            for tensor, (first, _), part in zip(tensors, starts, to_peer, strict=True)
+        ]
+        message = to_mesh_device(torch.cat(parts), self._mesh)
+        theirs, ours = ([message.itemsize * sum(map(len, each)) for each in of_peers] for of_peers in (received, sent))
+        arrived = message.new_empty(sum(theirs) // message.itemsize)
+        # send bytes, as gloo supports fewer dtypes
+        dist.all_to_all_single(arrived.view(torch.uint8), message.view(torch.uint8), theirs, ours, group=self._group)
+        found = [tensors[0].new_empty(after[own + 1] - after[own]) for _, after in bounds]
+        offset = 0
+        for from_peer in received:
+            for tensor, (_, first), part in zip(found, starts, from_peer, strict=True):
+                tensor[part.start - first : part.stop - first] = arrived[offset : offset + len(part)]
+                offset += len(part)
+        return found
+
+
+def _bounds_of(spec: ShardSpec) -> tuple[Sequence[int], Sequence[int]]:
+    """Return the bounds of a matrix's shards, and of the ranges that ranks update."""
+    assert spec.bounds is not None
+    assert spec.update_bounds is not None
+    return spec.bounds, spec.update_bounds
+
+
+def _overlap(bounds: Sequence[int], rank: int, others: Sequence[int], other: int) -> range:
+    """Return the elements that ``rank``'s range of ``bounds`` and ``other``'s range of ``others`` share."""
+    start = max(bounds[rank], others[other])
+    return range(start, max(min(bounds[rank + 1], others[other + 1]), start))

@@ -55,16 +55,12 @@ class Muon(MatrixOptimizer):
         adjust_lr_fn: factor on the learning rate: "original", or None: √max(1, m/n) of a matrix [m, n];
             "match_rms_adamw": 0.2·√max(m, n), with which learning rate and weight decay may be AdamW's (Liu et al.,
             "Muon is Scalable for LLM Training", 2025, equation 4).
-        adamw: ``lr``, ``betas``, ``eps`` and ``weight_decay`` of all other parameters, where they differ from the
-            defaults of ``torch.optim.AdamW``.
+        adamw: settings of all other parameters (``MatrixOptimizer``).
         splits: number, or rows, of the matrices that a parameter stacks one below the other and that are orthogonalised
             separately, by ``*`` patterns of parameter names. ``{"*.qkv.weight": 3}`` for fused queries, keys and
             values.
         ns_dtype: dtype of the iteration. None: bf16 as in ``torch.optim.Muon``, but fp32 on processors without bf16
             instructions, where fp32 takes a quarter of the time.
-
-    Raises:
-        ValueError: a parameter is not sharded, no matrix is owned whole, or a setting is out of range.
     """
 
     def __init__(
@@ -167,9 +163,6 @@ def newton_schulz(matrices: Tensor, coefficients: tuple[float, float, float], st
 
     Args:
         matrices: [k, m, n], overwritten.
-        coefficients: a, b and c of the iteration X ← a·X + (b·X·Xᵀ + c·(X·Xᵀ)²)·X.
-        steps: number of iterations.
-        eps: the least norm that a matrix is divided by.
     """
     a, b, c = coefficients
     is_tall = matrices.shape[-2] > matrices.shape[-1]

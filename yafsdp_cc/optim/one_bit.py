@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
-from yafsdp_cc.compression.config import AUTO
+from yafsdp_cc.compression.codec import AUTO
 from yafsdp_cc.compression.schedule import CompressionSchedule, Phase
 from yafsdp_cc.compression.state import compressed_sum_of
 from yafsdp_cc.engine.param import owner_of
@@ -58,6 +58,14 @@ def width_of(parameter: Tensor) -> torch.dtype:
 def grad_of(parameter: Tensor) -> Tensor:
     """Return this rank's elements of ``.grad`` in the dtype of the update."""
     return local_of(parameter.grad).to(width_of(parameter))
+
+
+def loss_of(closure: Callable[[], Any] | None) -> Any:
+    """Return what the ``closure`` of a step returns, called as by torch's optimizers; None without one."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
 
 
 def check_settings(defaults: dict[str, Any]) -> None:
@@ -113,22 +121,14 @@ class OneBitOptimizer(Optimizer):
     """An optimizer that decides when gradients are summed exactly, and when encoded.
 
     Args:
-        params: all trained parameters of models that were sharded with a compression.
-        defaults: default settings of parameter groups.
         warmup_steps, form, refreshes: as of ``OneBitAdam``.
         max_grad_norm: limit that the loop clips ``.grad`` to. Gradients that the loop does not see are clipped to it,
-            too:
-            exact ones, and in the momentum form those that are sent.
-
-    Raises:
-        ValueError: a setting is out of range, a parameter is not sharded with a compression, the compression does not
-            fit, or a parameter whose gradient is encoded is not among ``params``.
+            too: exact ones, and in the momentum form those that are sent.
     """
 
     moments: ClassVar[tuple[str, ...]]
     """Names of the tensors in a parameter's state that start at zero; the first one is the momentum."""
     shortest_warmup: ClassVar[int] = 1
-    """Smallest allowed number of steps with exact sums."""
     takes_limit: ClassVar[bool] = True
     """Whether the optimizer has an argument for the loop's clipping limit."""
 
@@ -189,10 +189,7 @@ class OneBitOptimizer(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Make a step, and set the phase of the next backward. ``closure`` is called as by torch's optimizers."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         self._check_control()
         phase = self._phase_now
         if not self._unscale():
@@ -311,11 +308,7 @@ class OneBitOptimizer(Optimizer):
         return local_of(self.state[parameter][name])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of any number of ranks, the position in the warm-up included.
-
-        Raises:
-            ValueError: the state is of one of torch's optimizers with settings that this one does not have.
-        """
+        """Load the state of any number of ranks, the position in the warm-up included."""
         check_loaded(self, state_dict)
         super().load_state_dict(state_dict)
         keep_dtypes(self, state_dict)

@@ -13,7 +13,7 @@ from yafsdp_cc.compression.all_reduce import CompressedMean
 from yafsdp_cc.compression.codec import BLOCK, codec_of
 from yafsdp_cc.engine.layout import Layout
 from yafsdp_cc.optim.adam import adamw_step
-from yafsdp_cc.optim.one_bit import check_alike, check_loaded, check_settings, keep_dtypes
+from yafsdp_cc.optim.one_bit import check_alike, check_loaded, check_settings, keep_dtypes, loss_of
 from yafsdp_cc.optim.update import Row, Rule, adam_settings, update
 from yafsdp_cc.ranks.checks import all_gather_objects, checksum
 
@@ -54,13 +54,11 @@ class ReplicatedOneBitAdam(Optimizer):
     Memory of each rank: m, v, its errors, the buffer of means, in fp32: 16 bytes for each element, and 4 for each of
     the chunk that it owns.
 
+    Arguments that are not listed are those of ``OneBitAdam``.
+
     Args:
         params: all trained parameters of a module, in the same order on all ranks; or groups of them. With names, as
             from ``module.named_parameters()``, errors name them.
-        lr: the learning rate; the loop or a scheduler changes it in the groups.
-        betas: decay of the moments, the same in all groups.
-        eps: added to the root of the second moment.
-        weight_decay: decoupled (Loshchilov & Hutter, 2019).
         warmup_steps: number of steps with exact means: 15 to 25 % of all in the paper, as nothing refreshes v later.
         codec: name of the messages' codec.
         block: elements that share a scale.
@@ -89,7 +87,6 @@ class ReplicatedOneBitAdam(Optimizer):
             raise ValueError(f"warmup_steps={warmup_steps}: at least 1: the second moment is learned from exact means")
         self.warmup_steps = warmup_steps
         self.steps = 0
-        """Number of steps made."""
         self._step_supports_amp_scaling = True
         super().__init__(params, defaults)
         if (ranks := group if group is not None else dist.group.WORLD) is None:
@@ -109,11 +106,7 @@ class ReplicatedOneBitAdam(Optimizer):
         self._share_moments()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse groups after the constructor, which lays out the buffers.
-
-        Raises:
-            RuntimeError: the optimizer is constructed.
-        """
+        """Refuse groups after the constructor, which lays out the buffers."""
         if hasattr(self, "_layout"):
             raise RuntimeError("ReplicatedOneBitAdam has laid its buffers out: make a new one for other parameters")
         super().add_param_group(param_group)
@@ -125,10 +118,7 @@ class ReplicatedOneBitAdam(Optimizer):
         Raises:
             RuntimeError: a gradient is not finite, on this rank or another, and no ``GradScaler`` is in use.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         whole = self._take_gradients()
         if not self._are_finite(whole):
             return loss
@@ -168,11 +158,7 @@ class ReplicatedOneBitAdam(Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of any number of ranks, the position in the warm-up included.
-
-        Raises:
-            ValueError: the state is of one of torch's optimizers with settings that this one does not have.
-        """
+        """Load the state of any number of ranks, the position in the warm-up included."""
         check_loaded(self, state_dict)
         super().load_state_dict(state_dict)
         keep_dtypes(self, state_dict)

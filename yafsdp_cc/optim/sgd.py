@@ -20,12 +20,8 @@ class OneBitSGD(OneBitOptimizer):
 
     Its update is linear in the gradients, which avoids the difficulties of 1-bit Adam: error feedback alone keeps its
     rate (Karimireddy et al., "Error Feedback Fixes SignSGD", 2019, theorem II), and there is no second moment that
-    needs exact sums. The warm-up is for models whose first steps are large. The forms are those of ``OneBitAdam``:
-
-    - ``form="momentum"``: each rank's own momentum is encoded, which also serves as its residual. ``.grad`` is then the
-      momentum Σ βᵏ g, in the units of torch's buffer, and clipping it limits the update.
-    - ``form="gradient"``: each rank's gradient, with its residual; the owner of a chunk makes the momentum from the
-      decoded sum. Works for several backwards per step without ``no_sync``.
+    needs exact sums. The warm-up is for models whose first steps are large. The forms are those of ``OneBitAdam``; with
+    ``form="momentum"`` ``.grad`` is the momentum Σ βᵏ g, in the units of torch's buffer.
 
     Exact sums, of the warm-up and of parameters that are never encoded, give the steps of ``torch.optim.SGD``. There is
     no ``nesterov``: it looks ahead by a gradient that no rank has where momentum is encoded. Without a momentum the
@@ -34,17 +30,11 @@ class OneBitSGD(OneBitOptimizer):
     A state dict is that of ``torch.optim.SGD`` with the number of steps beside it: either can load the other's, at any
     number of ranks. Residuals are saved beside it by ``yafsdp_cc.save``.
 
+    Arguments that are not listed are those of ``OneBitAdam``.
+
     Args:
-        params: all trained parameters of a model that was sharded with a compression, or groups of them.
-        lr: the learning rate; the loop or a scheduler changes it in the groups.
         momentum: decay of the momentum in a step, the same in all groups.
         weight_decay: added to the gradient, times the parameter (not decoupled), as ``torch.optim.SGD`` has it.
-        warmup_steps: number of steps with exact sums.
-        form: "momentum" or "gradient", see above.
-
-    Raises:
-        ValueError: the model is not sharded with a compression, or an argument does not fit; the message says what to
-            change.
     """
 
     moments = ("momentum_buffer",)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from yafsdp_cc.compression.error_feedback import ops_for
+from yafsdp_cc.compression.error_feedback import ops_for, stream_of
 from yafsdp_cc.tensor.dtensor import increment_version
 
 if TYPE_CHECKING:
@@ -67,7 +67,6 @@ def adam_settings(group: dict[str, Any], steps: float, seen: float, trust: float
     """Return the numbers that update a row of Adam.
 
     Args:
-        group: the settings of its parameter group.
         steps: number of steps in the first moment, this step counted.
         seen: number of gradients in the second moment.
         trust: factor on the learning rate.
@@ -125,11 +124,6 @@ def is_native(row: tuple[Any, ...]) -> bool:
     """Return whether native kernels accept a row: weights, gradient, other tensors or None, and settings."""
     readable = row[0].dtype in _READ and row[1].dtype in _READ
     return readable and all(each is None or each.is_contiguous() for each in row[:-1])
-
-
-def stream_of(device: torch.device) -> int:
-    """Return the handle of the stream that native kernels are launched on; 0 without one."""
-    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
 def _update_plainly(rule: Rule, rows: Sequence[Row]) -> None:

@@ -31,8 +31,6 @@ class TiedEmbedding:
         weight: the weight on ranks of the first and of the last stage; None on others.
         mesh: mesh with dimensions for the pipeline and for data parallelism. Along any other dimension (tensor
             parallelism, for example) each coordinate sums its gradients separately.
-        pipeline: name of the dimension of stages.
-        data: name of the dimension of data parallelism.
 
     Raises:
         ValueError: the mesh has no such dimensions, the pipeline has one stage alone, or a rank of the first or last

@@ -24,11 +24,7 @@ if TYPE_CHECKING:
 
 
 class SenderState:
-    """State that the sender of one tensor keeps from message to message.
-
-    Args:
-        error_feedback: whether it keeps a residual of what messages lost.
-    """
+    """State that the sender of one tensor keeps from message to message."""
 
     def __init__(self, error_feedback: bool) -> None:
         self.error_feedback = error_feedback
@@ -120,7 +116,6 @@ class Encoded(Encoding):
     to message.
 
     Args:
-        codec: any codec, including a user's own.
         hadamard: rotate every block before it is encoded and back afterwards: outliers are spread over the block,
             whose scale is then smaller (``rotate``).
         rounding: rounding without error feedback.
@@ -198,9 +193,6 @@ class LowRank(Encoding):
 
     Only the sender has a state, so a lost or skipped message does not make the two sides differ.
 
-    Args:
-        rank: columns of P and Q.
-
     Source: Vogels et al., "PowerSGD", 2019, algorithm 1; sent between pipeline stages by Song et al., "Optimus-CC",
     2023.
     """
@@ -258,11 +250,7 @@ def _factors(message: Tensor, rows: int, rank: int) -> tuple[Tensor, Tensor]:
 @cache
 @torch.no_grad()
 def relative_error(codec: str, block: int, rounding: Rounding) -> float:
-    """Return c = ‖x − Q(x)‖ / ‖x‖ of normal numbers x: 0.18 of int4 with stochastic rounding, 0.13 to nearest.
-
-    Raises:
-        ValueError: there is no such codec.
-    """
+    """Return c = ‖x − Q(x)‖ / ‖x‖ of normal numbers x: 0.18 of int4 with stochastic rounding, 0.13 to nearest."""
     made = codec_of(codec, block)
     values = torch.randn(1, 65_536, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
     message = torch.empty(made.message_bytes(values.shape[1]), dtype=torch.uint8, device="cpu")

@@ -43,9 +43,6 @@ class SampleIndex:
     """Maps samples to slots of a cache. When it is full, the sample that was used longest ago is dropped.
 
     Both sides of a boundary visit the same ids in the same order, and so have the same samples in the same slots.
-
-    Args:
-        samples: number of slots.
     """
 
     def __init__(self, samples: int) -> None:
@@ -58,9 +55,6 @@ class SampleIndex:
 
         An id that occurs twice has one slot: both samples are sent relative to the activation cached before the
         micro-batch, and the later one is stored.
-
-        Raises:
-            ValueError: there are more samples than slots.
         """
         if len(set(ids)) > self._samples:
             raise ValueError(
@@ -99,10 +93,8 @@ class SampleCache:
     the order of the micro-batches.
 
     Args:
-        samples: largest number of samples.
         dtype: dtype of cached activations, and of those sent for new samples.
         encoding: encoding of changes, with a row for each sample.
-        device: device of the stage.
         folder: existing folder for memory-mapped files; None: host memory.
         name: beginning of the files' names; the index of a tensor is added.
     """
@@ -128,11 +120,7 @@ class SampleCache:
         self._thread: ThreadPoolExecutor | None = None
 
     def begin_step(self, micro_batches: list[list[int]]) -> None:
-        """Assign slots to the samples of a step.
-
-        Raises:
-            ValueError: a micro-batch has more samples than the cache.
-        """
+        """Assign slots to the samples of a step."""
         self._ids = micro_batches
         self._visits = [self.index.visit(ids) for ids in micro_batches]
         self._before.clear()
@@ -193,11 +181,7 @@ class SampleCache:
         return {"ids": ids, "slots": slots, "values": {place: kept[rows] for place, kept in self.values.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what ``state_dict`` returned.
-
-        Raises:
-            ValueError: the state is of a larger cache.
-        """
+        """Load what ``state_dict`` returned."""
         if max(state["slots"], default=0) >= self._samples:
             raise ValueError(
                 f"cache_samples={self._samples}: the state has a sample in slot {max(state['slots'])}; give as many as "

@@ -36,9 +36,6 @@ def prepare_schedule(schedule: S) -> S:
     Args:
         schedule: a schedule of ``torch.distributed.pipelining``, with ``CompressedStage``s.
 
-    Returns:
-        ``schedule``.
-
     Raises:
         TypeError: it is no schedule of torch, one of its stages is no ``CompressedStage``, or not the class for a
             sharded, or for a plain, module.
@@ -73,12 +70,7 @@ def prepare_schedule(schedule: S) -> S:
 
 
 def _stages_of(schedule: Any) -> list[Any]:
-    """Return the stages of a schedule on this rank.
-
-    Raises:
-        TypeError: it is no schedule of torch.
-        RuntimeError: this version of torch has other schedules.
-    """
+    """Return the stages of a schedule on this rank."""
     if isinstance(schedule, PipelineScheduleSingle):
         stages = [schedule._stage]
     elif isinstance(schedule, PipelineScheduleMulti):
@@ -103,9 +95,6 @@ def hidden_gradients(pipeline_order: Mapping[int, Sequence[Any]]) -> frozenset[t
     A gradient is hidden if, right before the backward that needs it, its receiver computes a forward, or only gradients
     of weights. All other gradients belong to the epilogue: in 1F1B the last p - 1 - r that stage r of p receives; in
     GPipe all but the first, as each backward waits for the next stage.
-
-    Args:
-        pipeline_order: the actions of each rank of a schedule in their order.
 
     Source: Song et al., "Optimus-CC", 2023 (epilogue-only compression), here for any order of actions.
     """
@@ -179,11 +168,7 @@ def _compare(stages: Sequence[Any], problem: Exception | None) -> None:
 
 
 def _split(sample_ids: Sequence[int] | Tensor, count: int, batches: Sequence[Any]) -> list[list[int]]:
-    """Return the sample ids of each micro-batch, as torch splits the batch.
-
-    Raises:
-        ValueError: ``sample_ids`` are no ids, or not as many as the batch has samples.
-    """
+    """Return the sample ids of each micro-batch, as torch splits the batch."""
     ids = torch.as_tensor(sample_ids, device="cpu")
     if ids.dim() != 1 or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise ValueError(f"sample_ids: takes [samples] integers, not {list(ids.shape)} of {ids.dtype}")

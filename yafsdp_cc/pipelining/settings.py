@@ -1,23 +1,24 @@
-"""The user's settings of the compression between pipeline stages."""
+"""The user's settings of the compression between pipeline stages, and the bytes that follow from them."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from yafsdp_cc.compression.codec import BLOCK, BLOCKS, Scaled, codec_of, kind_of
+from yafsdp_cc.compression.codec import BLOCK, LOW_RANK, Scaled, codec_of, kind_of
 from yafsdp_cc.pipelining.messages import Encoded, Encoding, Exact, LowRank, Rounding, relative_error
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-LOW_RANK = "powersgd"
 LARGEST_ERROR = 0.5**0.5
 """Upper bound of c in E‖x − Q(x)‖ ≤ c‖x‖ (Wang et al., "Fine-tuning Language Models over Slow Networks ...", 2022)."""
+DIGEST = 8
+"""Bytes at the end of a message of changes that identify its sample ids and the number of the step."""
 CACHE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -42,9 +43,6 @@ class StageCompression:
         hadamard: rotate each block before it is quantised and back afterwards, and round to nearest, with scales that
             keep the decoded block's component along the original. For codecs with a scale for each block.
         block: elements that share a scale.
-
-    Raises:
-        ValueError: a value or a combination is impossible; the message names it.
     """
 
     forward: str | None = None
@@ -60,8 +58,6 @@ class StageCompression:
     block: int = BLOCK
 
     def __post_init__(self) -> None:
-        if self.block not in BLOCKS:
-            raise ValueError(f"block={self.block}: a block has a power of two of elements, from 64 to 4096")
         if self.forward == LOW_RANK:
             raise ValueError(
                 "forward='powersgd': activations of different samples share no factors, and what a message loses of "
@@ -145,3 +141,59 @@ class StageCompression:
             return Exact()
         codec = codec_of(name, self.block)
         return Encoded(codec, hadamard=self.hadamard, rounding=rounding, by_sample=by_sample)
+
+
+class BoundaryPlan(NamedTuple):
+    """Bytes of one boundary between two stages."""
+
+    first_forward: int
+    """Bytes of activations in a training step whose samples are all new: more than ``forward`` with
+    ``forward_delta``."""
+    forward: int
+    """Bytes of activations in a training step."""
+    backward: int
+    """Bytes of gradients in a training step."""
+    exact: int
+    """Bytes of activations and gradients in a training step without compression."""
+    cache: int
+    """Bytes of host memory or files for the sample cache, on each of the two sides."""
+    residual: int
+    """Bytes of fp32 residuals on the device of the later stage."""
+
+    def __str__(self) -> str:
+        rows = zip(
+            ("forward, new samples", "forward", "backward", "exact, both ways", "cache, each side", "residual"),
+            self,
+            strict=True,
+        )
+        return "\n".join(f"{name:<21} {number:>16,} bytes" for name, number in rows)
+
+
+def plan_boundary(
+    compression: StageCompression,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    micro_batches: int,
+    exact_gradients: int = 0,
+) -> BoundaryPlan:
+    """Return the bytes of a boundary that one tensor crosses.
+
+    Args:
+        shape: shape of the activation of a micro-batch, samples first.
+        micro_batches: number of micro-batches of a step.
+        exact_gradients: number of micro-batches whose gradients are sent exactly, with ``epilogue_only``.
+    """
+    gradient = compression.of_gradients().message_bytes(shape, dtype)
+    exact = math.prod(shape) * dtype.itemsize
+    first = forward = compression.of_activations().message_bytes(shape, dtype)
+    cache = residual = 0
+    if compression.forward_delta:
+        first = math.prod(shape) * compression.cache_dtype.itemsize + DIGEST
+        forward = compression.of_changes().message_bytes(shape, torch.float32) + DIGEST
+        cache = (compression.cache_samples or 0) * math.prod(shape[1:]) * compression.cache_dtype.itemsize
+    if compression.error_feedback:
+        residual = compression.residual_numel(shape) * torch.float32.itemsize
+    backward = gradient * (micro_batches - exact_gradients) + exact * exact_gradients
+    return BoundaryPlan(
+        first * micro_batches, forward * micro_batches, backward, 2 * exact * micro_batches, cache, residual
+    )

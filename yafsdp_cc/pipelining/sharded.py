@@ -40,11 +40,7 @@ class ShardedStage(PipelineStage):
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> tuple[tuple[Tensor | None, ...], None]:
-        """Run the whole backward of one micro-batch, and reduce the sum of gradients if it is the last of the step.
-
-        Raises:
-            ValueError: the module is not sharded.
-        """
+        """Run the whole backward of one micro-batch, and reduce the sum of gradients if it is the last of the step."""
         check_sharded(self.submod)
         # ``last_backward`` counts gradients of weights, which a schedule may compute later
         self._backwards += 1

@@ -18,9 +18,8 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
 from yafsdp_cc.pipelining.messages import Encoding, Exact, SenderState
-from yafsdp_cc.pipelining.plan import DIGEST
 from yafsdp_cc.pipelining.sample_cache import SampleCache
-from yafsdp_cc.pipelining.settings import StageCompression
+from yafsdp_cc.pipelining.settings import DIGEST, StageCompression
 from yafsdp_cc.pipelining.sharded import ShardedStage
 from yafsdp_cc.profiling import span
 
@@ -43,11 +42,7 @@ _SEAM = {
 
 
 def check_torch(stage: type[PipelineStage] = PipelineStage) -> None:
-    """Check that torch's stage has the methods that ``CompressedStage`` overrides.
-
-    Raises:
-        RuntimeError: this version of torch has other methods.
-    """
+    """Check that torch's stage has the methods that ``CompressedStage`` overrides."""
     for name, expected in _SEAM.items():
         method = getattr(stage, name, None)
         found = None if method is None else tuple(inspect.signature(method).parameters)
@@ -79,10 +74,6 @@ class CompressedStage(PipelineStage):
         schedule = prepare_schedule(Schedule1F1B(stage, n_microbatches=4, loss_fn=loss_fn))
 
     Args:
-        submodule: the stage's part of the model, as of ``PipelineStage``.
-        stage_index: number of the stage, from 0.
-        num_stages: number of stages.
-        device: device of the stage.
         stage_arguments: further arguments of ``PipelineStage`` by name, and the fields of ``StageCompression``.
 
     Raises:
@@ -107,7 +98,6 @@ class CompressedStage(PipelineStage):
         self.exact_gradients: frozenset[tuple[int, int]] = frozenset()
         """(sending stage, micro-batch) of the gradients that are sent exactly."""
         self.steps = 0
-        """Number of training steps so far."""
         self.sent_bytes = {"forward": 0, "backward": 0}
         """Bytes of all messages to other ranks so far."""
         self._trains = False
@@ -190,9 +180,7 @@ class CompressedStage(PipelineStage):
         Save it on every rank, and load it on the same stage.
 
         Args:
-            cache: whether to include the samples' activations. Without them all samples are sent exactly once more
-                after
-                ``load_state_dict``.
+            cache: whether to include the samples' activations. Without, all are sent exactly once more after loading.
         """
         senders = {f"{direction}.{place}": each.state_dict() for (direction, place), each in self._senders.items()}
         caches = {side: each.state_dict() for side, each in self._caches.items()} if cache else {}

@@ -1,13 +1,22 @@
-"""When each stage of a pipeline has computed, and which stages' gradients are worth compressing: pure functions."""
+"""When each stage of a pipeline has computed, how long its gradients' sum takes, and which sums are worth encoding."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+import torch.distributed as dist
 from torch.distributed.pipelining.schedules import _ComputationType
+
+from yafsdp_cc.compression.autotune import measure_link, seconds_per_element
+from yafsdp_cc.compression.codec import BLOCK, codec_of
+from yafsdp_cc.engine.communicator import CommContext, Communicator, ScratchBuffers
+from yafsdp_cc.engine.layout import align
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from torch.distributed.device_mesh import DeviceMesh
 
 BACKWARDS = (_ComputationType.FULL_BACKWARD, _ComputationType.BACKWARD_INPUT)
 HIDES = (_ComputationType.FORWARD, _ComputationType.BACKWARD_WEIGHT)
@@ -35,13 +44,6 @@ def compute_ends(pipeline_order: Mapping[int, Sequence[Any]], seconds: StageSeco
     """Return when each stage has finished its last backward, in seconds from the start of a step.
 
     Every rank computes its actions in order, each as soon as its inputs have arrived.
-
-    Args:
-        pipeline_order: the actions of each rank of a schedule in their order.
-        seconds: times of every stage.
-
-    Raises:
-        ValueError: the actions wait for each other.
     """
     waiting = {rank: list(computed(actions)) for rank, actions in pipeline_order.items()}
     rank_of = {action.stage_index: rank for rank, actions in waiting.items() for action in actions}
@@ -94,8 +96,6 @@ def stages_to_compress(
         yafsdp_cc.shard(part, compression="int8" if place in chosen else None)
 
     Args:
-        pipeline_order: the actions of each rank of a schedule in their order.
-        seconds: times of every stage and micro-batch.
         exact_reduce: seconds of a stage's exact reduce over its data-parallel ranks, one number for all stages or one
             for each, calculated or measured.
         encoded_reduce: the same of an encoded reduce.
@@ -110,3 +110,46 @@ def stages_to_compress(
     shortest = max(end + of(encoded_reduce, stage) for stage, end in ends.items())
     late = (stage for stage, end in ends.items() if end + of(exact_reduce, stage) > shortest * (1 + 1e-9))
     return frozenset(stage for stage in late if of(encoded_reduce, stage) < of(exact_reduce, stage))
+
+
+_TRIAL = 1 << 20
+"""Number of elements that the measurement encodes, at most."""
+
+
+class ReduceSeconds(NamedTuple):
+    """How long a reduce-scatter of a stage's gradients takes, in seconds."""
+
+    exact: float
+    encoded: float
+
+
+@torch.no_grad()
+def measure_reduces(
+    mesh: DeviceMesh, numel: int, codec: str = "int8", dtype: torch.dtype = torch.float32
+) -> ReduceSeconds:
+    """Measure the link between data-parallel ranks and the codec; return how long a reduce takes.
+
+    A collective of the ranks of ``mesh``, all of which get the times of the slowest rank. It sends about a megabyte.
+
+        reduce = measure_reduces(mesh["data"], sum(p.numel() for p in part.parameters()))
+        chosen = stages_to_compress(order, per_micro_batch, *reduce)
+
+    Args:
+        mesh: one-dimensional mesh of the ranks that share the stage.
+        numel: number of elements of the stage's gradients.
+        codec: codec of the messages, with error feedback and a residual in bf16.
+        dtype: dtype of gradients that are sent exactly.
+    """
+    made, group = codec_of(codec), mesh.get_group()
+    device = torch.zeros(0, device=mesh.device_type).device
+    comm = Communicator(group, device)
+    if comm.world == 1:
+        return ReduceSeconds(0.0, 0.0)
+    peers, chunk = comm.world - 1, align(-(-numel // comm.world), BLOCK)
+    link = measure_link(CommContext(comm, ScratchBuffers(device), lambda kind, name: None), chunk * dtype.itemsize)
+    part = min(chunk, max(_TRIAL // peers // BLOCK, 1) * BLOCK)
+    trial = torch.zeros(peers, part, dtype=dtype, device=device)
+    work = torch.tensor(seconds_per_element(made, trial, torch.bfloat16), dtype=torch.float64, device=device)
+    dist.all_reduce(work, dist.ReduceOp.MAX, group=group)
+    encoded = link.latency + link.per_byte * peers * made.message_bytes(chunk) + float(work) * comm.world * chunk
+    return ReduceSeconds(link.latency + link.per_byte * peers * chunk * dtype.itemsize, encoded)

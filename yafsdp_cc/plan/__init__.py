@@ -3,21 +3,6 @@
 ``report`` is the plan and its tables; ``memory`` fills it from an engine.
 """
 
-from yafsdp_cc.engine.spec import Role
 from yafsdp_cc.plan.report import Plan
-from yafsdp_cc.sharding.ownership import MatrixOwners, Ownership, assign_owners
-from yafsdp_cc.sharding.parameters import OwnedParameter
-from yafsdp_cc.sharding.units import Division, Units, UnitSpec, find_units
 
-__all__ = [
-    "Division",
-    "MatrixOwners",
-    "OwnedParameter",
-    "Ownership",
-    "Plan",
-    "Role",
-    "UnitSpec",
-    "Units",
-    "assign_owners",
-    "find_units",
-]
+__all__ = ["Plan"]

@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+from yafsdp_cc.table import table
+
 if TYPE_CHECKING:
     from yafsdp_cc.engine.spec import PlannedChoice, Role
 
@@ -120,7 +122,6 @@ class PlannedOwner:
 
     rank: int
     matrices: tuple[str, ...]
-    """Full names of the parameters."""
     elements: int
     newton_schulz_flops: int
     """Floating-point operations of one Newton-Schulz iteration on the trained matrices."""
@@ -161,7 +162,6 @@ class Plan:
     """Bytes of a ``ReplicaSync``'s buffers for the shard, by name."""
     secondary_shard_bytes: int = 0
     residual_bytes: int = 0
-    """Bytes of residuals of encoded gradients."""
     owners: tuple[PlannedOwner, ...] = ()
     """Owned matrices of every rank, with ``ownership``."""
     choices: tuple[PlannedChoice, ...] = ()
@@ -238,29 +238,30 @@ class Plan:
         optimizer = f"An AdamW optimizer would add {human(self.adamw_bytes)} ({self.adamw_bytes:,} bytes)"
         whole = max(self.whole_elements, self.elements)
         held = "" if whole == self.elements else f", of which these ranks hold {self.elements:,}"
-        parts = [
-            [f"{len(self.units)} units on {ranks}, {whole:,} parameters in {self.parameters:,} tensors{held}"],
-            _table(_unit_rows(self.units, self.replicated), left=2),
-            *([_table(_dtype_rows(self.dtypes))] if self.dtypes else []),
-            _table(_buffer_rows(self.buffers)),
-            _table(_byte_rows("sent per rank and step", sent)),
-            _table(_byte_rows("held per rank", self.memory)),
-        ]
+
+        def columns(rows: Iterable[Row], left: int = 1) -> str:
+            return table(*rows, left=left, width=WIDTH)
+
+        sends = columns(_byte_rows("sent per rank and step", sent))
         if secondary:
-            parts[-2] += [f"Of this, {human(secondary)} ({secondary:,} bytes) is gathered from secondary shards."]
-        if self.owners:
-            parts.append(_table(_owner_rows(self.owners)))
-        if self.choices:
-            parts.append(_table(_choice_rows(self.choices)))
+            sends += f"\nOf this, {human(secondary)} ({secondary:,} bytes) is gathered from secondary shards."
+        parts = [
+            f"{len(self.units)} units on {ranks}, {whole:,} parameters in {self.parameters:,} tensors{held}",
+            columns(_unit_rows(self.units, self.replicated), left=2),
+            columns(_dtype_rows(self.dtypes)) if self.dtypes else "",
+            columns(_buffer_rows(self.buffers)),
+            sends,
+            columns(_byte_rows("held per rank", self.memory)),
+            columns(_owner_rows(self.owners)) if self.owners else "",
+            columns(_choice_rows(self.choices)) if self.choices else "",
+        ]
         if self.host is not None:
-            parts.append(_table(_byte_rows("offloaded to host memory", self.host.memory)))
+            parts.append(columns(_byte_rows("offloaded to host memory", self.host.memory)))
             optimizer += f", {human(self.host.adamw)} of it in host memory"
         if self.arguments:
-            parts.append(["arguments that are no defaults", *map(str, self.arguments)])
-        parts.append([f"{optimizer}."])
-        if self.chosen:
-            parts[-1] += [f"Chosen now: {self.chosen}."]
-        return "\n\n".join("\n".join(lines) for lines in parts)
+            parts.append("\n".join(["arguments that are no defaults", *map(str, self.arguments)]))
+        parts.append(f"{optimizer}." + (f"\nChosen now: {self.chosen}." if self.chosen else ""))
+        return "\n\n".join(filter(None, parts))
 
 
 def human(size: int) -> str:
@@ -342,20 +343,3 @@ def _owner_rows(owners: Sequence[PlannedOwner]) -> Iterator[Row]:
         )
         counts = f"{owner.elements:,}", next(shares), f"{owner.newton_schulz_flops:,}", next(shares)
         yield f"  rank {owner.rank}", f"{len(owner.matrices):,}", *counts
-
-
-def _table(rows: Iterable[Row], left: int = 1) -> list[str]:
-    """Return columns as wide as their widest cell, the first ``left`` flush left, within ``WIDTH``.
-
-    A first cell that is too long loses its middle, as both ends of a module's name are informative.
-    """
-    cells = list(rows)
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    widths[0] = room = min(widths[0], WIDTH - sum(widths[1:]) - 2 * (len(widths) - 1))
-    tail = (room - 2) * 2 // 3
-    lines = []
-    for first, *rest in cells:
-        row = [first if len(first) <= room else f"{first[: room - 2 - tail]}..{first[-tail:]}", *rest]
-        flush_left = map(str.ljust, row[:left], widths[:left])
-        lines.append("  ".join([*flush_left, *map(str.rjust, row[left:], widths[left:])]).rstrip())
-    return lines

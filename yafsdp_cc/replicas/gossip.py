@@ -14,10 +14,8 @@ been everywhere after log₂ n steps. With ``overlap`` 1 the message of step k i
 x and w is always in flight, w settles near 2/3, and an update of x by the optimizer is one of z by about 1.5 times as
 much.
 
-**Each at its own pace.** Without an ``overlap`` nobody waits: the step k above is the sender's own, and a replica adds
-all messages that have arrived by the end of its step. It sends nothing in a step if the peer has not taken the last
-message on this edge, or if w < 1/2, which changes no sum either. So at most one message per edge is in flight, and w is
-at least 1/4 even if other replicas have stopped; otherwise a replica that gives half in every step and gets little in
+**Each at its own pace.** Without an ``overlap`` the step k above is the sender's own, and a replica sends nothing where
+the peer has not taken the last message on this edge, or w < 1/2: one that gives half in every step and gets little in
 return would soon move its z by many times the update. All replicas end such a phase together: each sends an end behind
 its last message, and receives until there is one on every edge.
 
@@ -47,19 +45,19 @@ with push-sum weights.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from yafsdp_cc.compression import error_feedback
-from yafsdp_cc.compression.codec import codec_of
+from yafsdp_cc.compression.codec import BLOCK, codec_of
 from yafsdp_cc.compression.error_feedback import EF21, Residual, lost_share
 from yafsdp_cc.ranks.checks import all_gather_objects
 from yafsdp_cc.ranks.mesh import new_group, timeout_of
-from yafsdp_cc.replicas.messages import BLOCK, PeerMailbox, PeerMessage, agreed
-from yafsdp_cc.replicas.sync import LocalBuffer, ReplicaSync, elementwise, local_of
+from yafsdp_cc.replicas.messages import PeerMailbox, PeerMessage, agreed
+from yafsdp_cc.replicas.sync import LocalBuffer, ReplicaSync, local_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -130,10 +128,6 @@ class Gossip(ReplicaSync):
         """Ranks of this replica, which must agree on the messages that have arrived."""
         self._is_in_flight = False
         self._versions: list[int] = []
-        """Versions of the parameters when their weights were shown."""
-
-    def __repr__(self) -> str:
-        return f"Gossip(graph={self.graph!r}, overlap={self.overlap}, codec={self.codec!r})"
 
     def connect(self, model: nn.Module, mesh: DeviceMesh | None) -> None:
         own = self.members
@@ -148,7 +142,6 @@ class Gossip(ReplicaSync):
         self._push_weight = torch.ones((), dtype=torch.float32, device=self.device)
         """The push-sum weight w."""
         self._distances = _GRAPHS[self.graph](self.comm.world)
-        self._content: _Content
         edges = len(self._distances)
         most = min(_MOST_LOST, (1 + edges) ** -2)
         if self.codec is not None and (lost := lost_share(self.codec, BLOCK)) >= most:
@@ -156,10 +149,7 @@ class Gossip(ReplicaSync):
                 f"codec={self.codec!r} loses {lost:.1%} of what a message should hold, and errors of more than "
                 f"{most:.1%} grow among {self.comm.world} replicas: take int4 or int8"
             )
-        if self.codec is None:
-            self._content = _Exact(self._biased.data)
-        else:
-            self._content = _Encoded(self._biased, self.codec, edges)
+        self._content = _Exact(self._biased) if self.codec is None else _Encoded(self._biased, self.codec, edges)
         if self.overlap is None and self.comm.world > 1:
             # mailboxes need a group of their own: their pending receives must not match other messages
             group = new_group(dist.get_process_group_ranks(self.comm.group), timeout_of(self.comm.group), "gloo")
@@ -185,9 +175,6 @@ class Gossip(ReplicaSync):
 
     def _messages(self) -> Sequence[PeerMailbox | PeerMessage]:
         return self._mailboxes or [self._message]
-
-    def check(self, optimizer: Optimizer) -> None:
-        elementwise(optimizer, "sync=Gossip()")
 
     # Around a step -------------------------------------------------------------------------------------------------
 
@@ -323,8 +310,7 @@ class Gossip(ReplicaSync):
             raise RuntimeError(f"push-sum weights of {self.comm.world} replicas add up to {total}: a message was lost")
         self._show()
         self._restart()
-        optimizer = None if self._optimizer is None else self._optimizer()
-        if optimizer is not None:
+        if (optimizer := self.optimizer) is not None:
             self._average_state(optimizer)
 
     def _complete(self) -> None:
@@ -417,67 +403,47 @@ class _Kind:
 # Graphs ------------------------------------------------------------------------------------------------------------
 
 
-def _exponential(world: int) -> list[int]:
-    return [1 << power for power in range(max(1, (world - 1).bit_length()))]
-
-
-def _ring(world: int) -> list[int]:
-    return [1]
-
-
-_GRAPHS: dict[str, Callable[[int], list[int]]] = {"exponential": _exponential, "ring": _ring}
+_GRAPHS: dict[str, Callable[[int], list[int]]] = {
+    "exponential": lambda world: [1 << power for power in range(max(1, (world - 1).bit_length()))],
+    "ring": lambda world: [1],
+}
 """For each graph, the distances in ranks to the peers of a rank, given the number of ranks."""
 
 
 # Contents of messages ----------------------------------------------------------------------------------------------
 
 
-class _Content(Protocol):
-    """Moves weights to and from the buffers of messages. ``edge`` is the index of a peer."""
-
-    def message(self) -> Tensor:
-        """Return a new buffer for a message."""
-
-    def push(self, biased: Tensor, weight: Tensor, edge: int, sent: Tensor) -> None:
-        """Move half of ``biased`` to ``sent``. ``weight`` is sent with it: half of the push-sum weight."""
-
-    def receive(self, biased: Tensor, weight: Tensor, edge: int, received: Tensor) -> None:
-        """Decode ``received`` and add it to ``biased``. ``weight`` was received with it."""
-
-    def restart(self, weights: Tensor) -> None:
-        """Restart from ``weights``, which all replicas have."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of buffers beside the messages."""
-
-
 class _Exact:
-    """Moves weights by messages in fp32, without loss."""
+    """Moves weights to and from the buffers of messages, in fp32; ``edge`` is the index of a peer."""
 
     nbytes = 0
+    """Bytes of buffers beside the messages."""
 
-    def __init__(self, biased: Tensor) -> None:
+    def __init__(self, biased: LocalBuffer) -> None:
         self._biased = biased
 
     def message(self) -> Tensor:
-        return torch.empty_like(self._biased)
+        """Return a new buffer for a message."""
+        return torch.empty_like(self._biased.data)
 
     def push(self, biased: Tensor, weight: Tensor, edge: int, sent: Tensor) -> None:
+        """Move half of ``biased`` to ``sent``. ``weight`` is sent with it: half of the push-sum weight."""
         biased.mul_(0.5)
         sent.copy_(biased)
 
     def receive(self, biased: Tensor, weight: Tensor, edge: int, received: Tensor) -> None:
+        """Decode ``received`` and add it to ``biased``. ``weight`` was received with it."""
         biased.add_(received)
 
     def restart(self, weights: Tensor) -> None:
-        pass
+        """Restart from ``weights``, which all replicas have."""
 
 
-class _Encoded:
+class _Encoded(_Exact):
     """Messages of differences to an estimate of the sender's weights, which both ends of an edge hold."""
 
     def __init__(self, biased: LocalBuffer, codec: str, edges: int) -> None:
+        super().__init__(biased)
         self._codec, self._counts = codec_of(codec, BLOCK), biased.counts()
         numel, device = biased.data.numel(), biased.data.device
         self._scratch = torch.empty_like(biased.data)
@@ -485,6 +451,8 @@ class _Encoded:
         """-h for each peer that this rank sends to, as an EF21 residual is minus the estimate."""
         self._of_source = [torch.zeros_like(biased.data) for _ in range(edges)]
         """h for each peer that sends to this rank."""
+        kept = sum(each.nbytes for each in self._minus_sent) + sum(each.nbytes for each in self._of_source)
+        self.nbytes = kept + self._scratch.nbytes + self._counts.nbytes
 
     def message(self) -> Tensor:
         size = self._codec.message_bytes(self._scratch.numel())
@@ -506,8 +474,3 @@ class _Encoded:
             torch.neg(weights, out=residual.values[0])
         for estimate in self._of_source:
             estimate.copy_(weights)
-
-    @property
-    def nbytes(self) -> int:
-        sent = sum(each.nbytes for each in self._minus_sent)
-        return sent + sum(each.nbytes for each in self._of_source) + self._scratch.nbytes + self._counts.nbytes

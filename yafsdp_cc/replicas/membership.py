@@ -17,12 +17,8 @@ So a replica that is killed costs the others one deadline, once; one that stalls
 its exchange is given up, and until it is not waited for again. If the store's host dies, no replica can continue: it
 should be none of the replicas.
 
-torchft is no substitute, though its lighthouse and manager work on CPU and gloo (0.2 was tried): its vote is one within
-a replica (``should_commit``). After a peer was killed in the middle of a sum, one survivor may have the sum and the
-other not; the manager lets the second discard its weights and take those of the first. Here no replica loses steps to
-another's
-death. And its rounds have no deadline for those who were in the last one, only a heartbeat; it needs a server in Rust,
-and 14 packages beside it, for OpenTelemetry.
+torchft (0.2 was tried) is no substitute: its vote is one within a replica, so that where a peer dies in the middle of a
+sum a survivor may have to discard its weights, and its rounds have no deadline for those who were in the last one.
 """
 
 from __future__ import annotations
@@ -80,7 +76,6 @@ class Round:
     source: int = 0
     """Index of the member that others take weights from."""
     names: Sequence[str] = ()
-    """Names of the members."""
 
     @property
     def contributes(self) -> bool:
@@ -171,9 +166,6 @@ class Membership(Rounds):
             time of an exchange, and of sending the outer weights and momentum to a newcomer.
         first: number of replicas that the first round waits for, without a deadline.
         patience: seconds that a replica waits for a round of the others to end.
-
-    Raises:
-        ValueError: ``deadline`` or ``patience`` is not positive, or ``first`` less than 1.
     """
 
     def __init__(
@@ -191,7 +183,6 @@ class Membership(Rounds):
         self._place: tuple[int, int] | None = None
         """Number of the present round, and how often it was void."""
         self._last: _Members | None = None
-        """The last round that counted."""
         self._members: _Members | None = None
         self._group = ""
         self._comm: Communicator | None = None
@@ -251,11 +242,7 @@ class Membership(Rounds):
     # Steps of a round ----------------------------------------------------------------------------------------------
 
     def _enter(self) -> None:
-        """Find this rank's place in its replica, and the number of the present round.
-
-        Raises:
-            ValueError: other replicas have other settings, with which messages differ in size or meaning.
-        """
+        """Find this rank's place in its replica, and the number of the present round."""
         names = [f"{self._replica}-{uuid.uuid4().hex[:12]}"]
         if dist.is_initialized():
             self._shard, self._shards = dist.get_rank(), dist.get_world_size()

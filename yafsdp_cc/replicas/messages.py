@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllToAllOptions
 
 from yafsdp_cc.compression import error_feedback
-from yafsdp_cc.compression.codec import codec_of
+from yafsdp_cc.compression.codec import BLOCK, codec_of
 from yafsdp_cc.compression.error_feedback import Residual
 from yafsdp_cc.engine.streams import comm_stream
 from yafsdp_cc.ranks.mesh import timeout_of
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from yafsdp_cc.compression.codec import Codec
     from yafsdp_cc.engine.communicator import Communicator, Works
 
-BLOCK = 256
-"""Elements that share a scale."""
 _HEADER_TAG, _DATA_TAG, _RECEIPT_TAG = 3, 4, 5
 _NOT_THERE = math.nan
 """Value in a header until the message arrives."""
@@ -42,17 +40,11 @@ class BackgroundSum:
 
     Args:
         comm: the ranks, one in each replica.
-        like: tensors like those that are summed.
         flags: [n] fp32, small numbers that are summed exactly beside them, in place.
-        codec: name of a codec; None: exact sums.
-
-    Raises:
-        ValueError: there is no such codec.
     """
 
     def __init__(self, comm: Communicator, like: Sequence[Tensor], flags: Tensor, codec: str | None) -> None:
         self.total = LocalBuffer(like, 1 if codec is None else BLOCK)
-        """Buffer that is summed in place."""
         total = self.total.data
         self._comm, self._flags = comm, flags
         self._stream = comm_stream(total.device)
@@ -139,8 +131,6 @@ class PeerMessage:
     takes part; over gloo they are point-to-point messages, so that a replica waits for its sender alone.
 
     Args:
-        comm: the ranks, one in each replica.
-        headers: number of numbers in a header.
         sent, received: contiguous buffers, equally long.
     """
 
@@ -206,7 +196,6 @@ class PeerMailbox:
 
     Args:
         group: a gloo group.
-        to, source: ranks in the group.
         sent, received: contiguous buffers, equally long.
     """
 
@@ -221,7 +210,6 @@ class PeerMailbox:
         self._sends: list[dist.Work] = []
         """Sends of the message whose receipt has not arrived."""
         self._receipt: dist.Work | None = None
-        """Send of the last receipt."""
         self._sent_count = self._received_count = 0
         self._looked = self._silence = 0.0
         """Time when this rank last looked for a message, and the seconds that it has looked in vain."""

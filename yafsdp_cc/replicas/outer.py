@@ -27,14 +27,24 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from yafsdp_cc.compression import error_feedback, sparse
-from yafsdp_cc.compression.codec import codec_of
+from yafsdp_cc.compression import error_feedback
+from yafsdp_cc.compression.codec import BLOCK, codec_of
+from yafsdp_cc.compression.codecs import TopK2Bit
 from yafsdp_cc.compression.error_feedback import Residual
 from yafsdp_cc.engine.streams import comm_stream
 from yafsdp_cc.replicas.membership import AllReplicas, Task
-from yafsdp_cc.replicas.messages import BLOCK, BackgroundSum
+from yafsdp_cc.replicas.messages import BackgroundSum
 from yafsdp_cc.replicas.plain_values import decoded, encoded
-from yafsdp_cc.replicas.sync import LocalBuffer, ReplicaSync, elementwise, local_of, tensors_of
+from yafsdp_cc.replicas.sync import (
+    LocalBuffer,
+    ReplicaSync,
+    check_steps,
+    local_of,
+    read_grads,
+    runs_of,
+    set_grad,
+    tensors_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -48,8 +58,6 @@ if TYPE_CHECKING:
     from yafsdp_cc.replicas.membership import Membership, Round
 
 _SPARSE_BLOCK = 4096
-_RUN = 1 << 22
-"""Elements of optimizer state that are averaged at a time."""
 _MOST_VALUES, _MOST_KEYS = 1 << 14, 32
 """Limits of a parameter's optimizer state from a peer: bytes per parameter, and 8 for each element, besides tensors
 like the parameter; and the number of values."""
@@ -81,9 +89,6 @@ class Outer(ReplicaSync):
         decay: β, share of the residual that the next message carries.
         membership: for replicas that come and go; None: the replicas are those of the mesh, and one that fails ends
             all.
-
-    Raises:
-        ValueError: an argument is out of range, or there is no such codec.
     """
 
     def __init__(
@@ -118,10 +123,9 @@ class Outer(ReplicaSync):
         self.every, self.lr, self.momentum, self.sync_steps = every, lr, momentum, sync_steps
         self.fragments, self.delay, self.mix, self.codec, self.decay = fragments, delay, mix, codec, decay
         self.membership = membership
-        block = _SPARSE_BLOCK if codec == sparse.TopK2Bit.name else BLOCK
+        block = _SPARSE_BLOCK if codec == TopK2Bit.name else BLOCK
         self._codec = None if codec is None else codec_of(codec, block)
         self._step = 0
-        """Number of steps in this round so far."""
         self._left = sync_steps
         """Number of synchronous steps to come."""
         self._moved = False
@@ -130,7 +134,6 @@ class Outer(ReplicaSync):
         """Number of local steps so far."""
         self._pending: _Exchange | None = None
         self._age = 0
-        """Number of steps since the pending exchange began."""
 
     def connect(self, model: nn.Module, mesh: DeviceMesh | None) -> None:
         if self.membership is None:
@@ -182,9 +185,6 @@ class Outer(ReplicaSync):
             rows["sums of the synchronous start"] = 4 * (len(self.parameters) + sum(e.numel() for e in self.locals()))
         return {name: size for name, size in rows.items() if size}
 
-    def check(self, optimizer: Optimizer) -> None:
-        elementwise(optimizer, "sync=Outer(...)")
-
     # Around a step -------------------------------------------------------------------------------------------------
 
     def before_step(self, optimizer: Optimizer) -> None:
@@ -198,20 +198,13 @@ class Outer(ReplicaSync):
             self._flags = torch.zeros(len(members), dtype=torch.float32, device=self.device)
             self._sum = BackgroundSum(self.comm, self.locals(), self._flags, None)
         total = self._sum.total
-        for parameter, view in zip(members, total.views, strict=True):
-            if parameter.grad is None:
-                view.zero_()
-            else:
-                view.copy_(local_of(parameter.grad))
+        read_grads([each.grad for each in members], total.views)
         used = [each.grad is not None for each in members]
         self._flags.copy_(torch.tensor(used, dtype=torch.float32, device="cpu"))
         self._sum.start()
         self._sum.wait()
         for parameter, view, replicas in zip(members, total.views, self._flags.tolist(), strict=True):
-            if replicas:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                torch.div(view, self.comm.world, out=local_of(parameter.grad))
+            set_grad(parameter, view if replicas else None, self.comm.world)
 
     def after_step(self, optimizer: Optimizer) -> None:
         if self._left:
@@ -266,13 +259,7 @@ class Outer(ReplicaSync):
     def _check_count(self) -> None:
         self._count_handle.wait()
         if self.membership is None:
-            total, squares = self._count.tolist()
-            if self.comm.world * squares != total * total:
-                raise RuntimeError(
-                    f"replicas have made different numbers of steps (this one {self._made}), and would exchange other "
-                    "things than each other. Every replica must call optimizer.step() equally often, a GradScaler that "
-                    "skips a step on one of them included"
-                )
+            check_steps(self.comm.world, self._count.tolist(), self._made)
 
     def _find_gradient(self, fragment: _Fragment) -> None:
         """Compute the outer gradient of a fragment, and encode its message."""
@@ -422,7 +409,7 @@ class Outer(ReplicaSync):
         Values of another shape than their parameter, such as the number of steps, are those of the first replica that
         has them.
         """
-        optimizer = None if self._optimizer is None or not current.contributes else self._optimizer()
+        optimizer = self.optimizer if current.contributes else None
         known: dict[str, dict[str, Any]] = {}
         for name, parameter in self.parameters.items():
             state = {} if optimizer is None else optimizer.state.get(parameter, {})
@@ -433,8 +420,7 @@ class Outer(ReplicaSync):
                 everywhere.setdefault((name, key), value)
         found = [_State(name, key, value) for (name, key), value in everywhere.items() if value is not None]
         alike = [place for place, value in everywhere.items() if value is None]
-        while alike:
-            run, alike = _first_run(alike, self.parameters)
+        for run in (alike[part] for part in runs_of([self.parameters[name] for name, _ in alike])):
             mean = LocalBuffer([local_of(self.parameters[name]).to(current.comm.device) for name, _ in run])
             for (name, key), view in zip(run, mean.views, strict=True):
                 value = None if optimizer is None else optimizer.state.get(self.parameters[name], {}).get(key)
@@ -469,11 +455,7 @@ class Outer(ReplicaSync):
     def _checked_states(
         self, message: Tensor, optimizer: Optimizer | None, sender: str
     ) -> Iterator[tuple[str, str, Any]]:
-        """Yield parameter, key and value of the state that a replica has sent.
-
-        Raises:
-            ValueError: the message cannot be the state of an optimizer of this model.
-        """
+        """Yield parameter, key and value of the state that a replica has sent."""
         try:
             for name, state in decoded(message).items():
                 parameter = self.parameters[name]
@@ -488,7 +470,7 @@ class Outer(ReplicaSync):
             raise ValueError(f"{sender} has sent what is no state of this optimizer: {error}") from None
 
     def _write_state(self, states: Sequence[_State]) -> None:
-        optimizer = None if self._optimizer is None else self._optimizer()
+        optimizer = self.optimizer
         if optimizer is None:
             return
         for name, key, value, is_like in states:
@@ -550,7 +532,6 @@ class _Exchange:
     buffers: dict[int, Tensor] = field(default_factory=dict)
     """Buffers by fragment: the sum, or the messages of all members."""
     residuals: list[Tensor] = field(default_factory=list)
-    """Mean residuals, at the end of a round."""
     state: list[_State] = field(default_factory=list)
     error: RuntimeError | None = None
 
@@ -559,7 +540,6 @@ class _State(NamedTuple):
     """A value in the optimizer's state of a parameter."""
 
     name: str
-    """Name of the parameter."""
     key: str
     value: Any
     is_like: bool = False
@@ -570,8 +550,6 @@ class _Fragment:
     """Parameters that are exchanged together.
 
     Args:
-        parameters: some of a model.
-        place: device of the buffers.
         block: elements of a codec's block; 1 without a codec.
         has_momentum: whether outer steps have momentum.
         is_repeated: whether an exchange may fail and be repeated.
@@ -657,12 +635,3 @@ def _fits(value: Any, own: Any, parameter: nn.Parameter) -> bool:
 
 def _plain(value: Any) -> Any:
     return local_of(value).cpu() if isinstance(value, Tensor) else value
-
-
-def _first_run(
-    places: list[tuple[str, str]], parameters: Mapping[str, nn.Parameter]
-) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
-    """Return the indices of a first run of about ``_RUN`` elements, and the remaining ones."""
-    elements = accumulate(local_of(parameters[name]).numel() for name, _ in places)
-    last = next((n for n, each in enumerate(elements, 1) if each >= _RUN), len(places))
-    return places[:last], places[last:]

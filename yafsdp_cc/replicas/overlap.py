@@ -35,8 +35,11 @@ from yafsdp_cc.replicas.messages import BackgroundSum
 from yafsdp_cc.replicas.sync import (
     LocalBuffer,
     ReplicaSync,
-    elementwise,
+    check_steps,
     local_of,
+    read_grads,
+    runs_of,
+    set_grad,
     set_settings,
     settings_of,
     step_on,
@@ -44,9 +47,8 @@ from yafsdp_cc.replicas.sync import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
-    from torch import nn
     from torch.optim import Optimizer
 
 _COUNTER = 2
@@ -55,10 +57,6 @@ _COUNTED = 64
 """Steps are counted modulo this: sums of squares stay exact in fp32 for up to 4,096 replicas."""
 _NO_STEP = _COUNTED
 """Value in place of a step's number, from a rank that compares the number of steps made."""
-_RUN = 1 << 22
-"""Elements whose optimizer state is copied at a time."""
-
-
 _RESIDUAL = "residual"
 
 
@@ -90,9 +88,6 @@ class Overlap(ReplicaSync):
         codec: codec of the sums (``"int8"``, ``"int4"``, ``"onebit"``, ...), with error feedback; None: exact sums in
             fp32.
         half_batches: predict from the sum of half a batch, for links with room for two sums per step.
-
-    Raises:
-        ValueError: there is no such codec.
     """
 
     finishes_alone = True
@@ -104,7 +99,6 @@ class Overlap(ReplicaSync):
         self._first: _Step | None = None
         """Sum of the first half of a step, if it has arrived; it is in ``_kept``."""
         self._versions: list[int] = []
-        """Versions of the parameters as the last step left them."""
         self._steps = 0
         # Buffers of a step's wait and prediction
         self._grads: list[Tensor | None] = []
@@ -129,9 +123,6 @@ class Overlap(ReplicaSync):
             "committed weights": sum(each.nbytes for each in self._committed),
         }
 
-    def check(self, optimizer: Optimizer) -> None:
-        elementwise(optimizer, "sync='overlap'")
-
     # Around a step -------------------------------------------------------------------------------------------------
 
     def before_step(self, optimizer: Optimizer) -> None:
@@ -148,16 +139,16 @@ class Overlap(ReplicaSync):
         if self._is_second:
             self._first = arrived
             kept.data.copy_(total.data)
-            self._read(total)
+            read_grads(self._grads, total.views)
             self._hide()
         elif arrived is None:  # no sum has arrived: nothing is committed
-            self._read(kept)
+            read_grads(self._grads, kept.views)
             total.data.copy_(kept.data)
             self._hide()
             torch._foreach_copy_(self._committed, self.locals())
         else:
             divisor = self._join_halves(arrived)
-            self._read(kept)
+            read_grads(self._grads, kept.views)
             self._show(arrived, divisor)
             total.data.copy_(kept.data)
             set_settings(optimizer, arrived.settings)
@@ -190,14 +181,6 @@ class Overlap(ReplicaSync):
                     "yafsdp_cc.synchronize_replicas(model) on all ranks before it"
                 )
 
-    def _read(self, buffer: LocalBuffer) -> None:
-        """Copy this replica's gradient to ``buffer``."""
-        for view, grad in zip(buffer.views, self._grads, strict=True):
-            if grad is None:
-                view.zero_()
-            else:
-                view.copy_(local_of(grad))
-
     def _hide(self) -> None:
         """Hide the gradients from the optimizer."""
         for parameter in self.parameters.values():
@@ -219,14 +202,10 @@ class Overlap(ReplicaSync):
         self._sum.wait()
 
     def _read_flags(self) -> list[bool]:
-        total, squares, *counts = self._flags.tolist()
-        if self.comm.world * squares != total * total:
-            raise RuntimeError(
-                f"replicas have made different numbers of steps (this one {self._steps}): the sum of gradients is of "
-                "different ones. Every replica must call optimizer.step() equally often, a GradScaler that skips a "
-                "step on one of them included, and with half_batches=True state_dict() between the same two steps"
-            )
-        return [count > 0 for count in counts]
+        flags = self._flags.tolist()
+        others = ", and with half_batches=True state_dict() between the same two steps"
+        check_steps(self.comm.world, flags[:_COUNTER], self._steps, others)
+        return [count > 0 for count in flags[_COUNTER:]]
 
     def _join_halves(self, second: _Step) -> int:
         """Add the sum of the first half of a step, if there is one, to that of the second; return their divisor."""
@@ -240,19 +219,19 @@ class Overlap(ReplicaSync):
     def _show(self, step: _Step, divisor: int) -> None:
         """Put the mean of a step's gradients in ``.grad``, and the committed weights in the parameters."""
         for parameter, total, used in zip(self.parameters.values(), self._sum.total.views, step.used, strict=True):
-            _set_grad(parameter, total if used else None, divisor)
+            set_grad(parameter, total if used else None, divisor)
         torch._foreach_copy_(self.locals(), self._committed)
 
     def _predict(self, optimizer: Optimizer) -> None:
         """Make a step of which only the weights are kept, with ``.grad`` or the sum of the first half."""
         first, views = self._first, dict(zip(self.parameters.values(), self._kept.views, strict=True))
         used = {} if first is None else dict(zip(views, first.used, strict=True))
-        for run in _runs(list(views)):
+        for run in (list(views)[part] for part in runs_of(list(views))):
             shown = [each.grad for each in run]
             if first is not None:
                 for each in run:
                     each.grad = None
-                    _set_grad(each, views[each] if used[each] else None, self.comm.world)
+                    set_grad(each, views[each] if used[each] else None, self.comm.world)
             before = {each: dict(optimizer.state.get(each, {})) for each in run}
             kept = {
                 each: {name: local_of(value).clone() for name, value in state.items() if isinstance(value, Tensor)}
@@ -273,7 +252,7 @@ class Overlap(ReplicaSync):
 
     def finish(self) -> None:
         step, self._pending = self._pending, None
-        optimizer = None if self._optimizer is None else self._optimizer()
+        optimizer = self.optimizer
         if step is None or optimizer is None:
             return
         members = list(self.parameters.values())
@@ -304,27 +283,3 @@ class Overlap(ReplicaSync):
             self._sum.wait()
         self._pending = self._first = None
         self._sum.load_residual(state.get(_RESIDUAL, ()))
-
-
-def _set_grad(parameter: nn.Parameter, total: Tensor | None, divisor: int) -> None:
-    """Put this rank's elements of a sum, divided, in ``.grad``, which may exist already."""
-    if total is None:
-        parameter.grad = None
-        return
-    if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
-    torch.div(total, divisor, out=local_of(parameter.grad))
-
-
-def _runs(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Yield runs of adjacent parameters with about ``_RUN`` elements of this rank each."""
-    run: list[nn.Parameter] = []
-    elements = 0
-    for parameter in parameters:
-        run.append(parameter)
-        elements += local_of(parameter).numel()
-        if elements >= _RUN:
-            yield run
-            run, elements = [], 0
-    if run:
-        yield run

@@ -40,7 +40,7 @@ from yafsdp_cc.ranks.mesh import broadcast_over, shard_group
 from yafsdp_cc.tensor.module_parameters import named_sharded_parameters
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -96,7 +96,7 @@ class ReplicaSync(ABC):
         self.members: list[int] = []
         """Global ranks of all replicas; of this replica alone, if replicas come and go."""
         self._frozen: dict[str, nn.Parameter] = {}
-        self._optimizer: weakref.ref[Optimizer] | None = None
+        self._stepped_by: weakref.ref[Optimizer] | None = None
         self._in_use: Optimizer | None = None
         """The optimizer, while an exchange is under way that ``finish`` needs it for."""
 
@@ -146,7 +146,12 @@ class ReplicaSync(ABC):
         """Raise a ``RuntimeError`` if replicas have made different numbers of steps. A collective."""
 
     def check(self, optimizer: Optimizer) -> None:
-        """Raise a ``ValueError`` if this optimizer cannot be used."""
+        """Raise a ``ValueError`` if this optimizer does not update each element by its own gradient and state."""
+        if isinstance(optimizer, _REFUSED):
+            raise ValueError(
+                f"{type(self).__name__} needs an optimizer of torch.optim that treats each element by itself (AdamW, "
+                f"SGD, ...); {type(optimizer).__name__} does not. Leave sync out, or choose another optimizer"
+            )
 
     # Shared by all subclasses
 
@@ -172,7 +177,6 @@ class ReplicaSync(ABC):
         """Serve ``model`` from now on. A collective: all replicas take the first one's weights and buffers.
 
         Args:
-            model: a sharded or plain model.
             mesh: 1D, the ranks that hold the same shard, one in each replica; None if replicas come and go.
         """
         if self.parameters:
@@ -204,16 +208,17 @@ class ReplicaSync(ABC):
         self.finish()
         self._in_use = None
 
+    @property
+    def optimizer(self) -> Optimizer | None:
+        """The optimizer that has stepped the model last; None before the first step, and once it is freed."""
+        return None if self._stepped_by is None else self._stepped_by()
+
     def locals(self) -> list[Tensor]:
         """Return the local tensor of each parameter."""
         return [local_of(each) for each in self.parameters.values()]
 
     def adopt(self, optimizer: Optimizer) -> None:
-        """Check an optimizer before its first step on this model.
-
-        Raises:
-            ValueError: its steps cannot be synchronized in this way, or another one steps this model, too.
-        """
+        """Check an optimizer before its first step on this model."""
         if self._in_use is optimizer:
             return
         name = type(optimizer).__name__
@@ -225,9 +230,9 @@ class ReplicaSync(ABC):
             )
         self.check(optimizer)
         self._in_use = optimizer
-        if self._optimizer is not None and self._optimizer() is optimizer:
+        if self.optimizer is optimizer:
             return
-        self._optimizer = weakref.ref(optimizer)
+        self._stepped_by = weakref.ref(optimizer)
         if self.finishes_alone:
             optimizer.register_state_dict_pre_hook(lambda _: self.settle())
 
@@ -246,15 +251,6 @@ class ReplicaSync(ABC):
                 f"{type(optimizer).__name__} steps a parameter of shape {list(parameter.shape)} that is not of the "
                 "model whose replicas are synchronized: make an optimizer for each model"
             )
-
-
-def elementwise(optimizer: Optimizer, method: str) -> None:
-    """Raise a ``ValueError`` unless the optimizer updates each element by its own gradient and state."""
-    if isinstance(optimizer, _REFUSED):
-        raise ValueError(
-            f"{method} needs an optimizer of torch.optim that treats each element by itself (AdamW, SGD, ...); "
-            f"{type(optimizer).__name__} does not. Leave sync out, or choose another optimizer"
-        )
 
 
 def join_replicas(model: nn.Module, mesh: DeviceMesh | None, sync: ReplicaSync) -> None:
@@ -396,7 +392,26 @@ def tensors_of(model: nn.Module) -> list[str]:
     ]
 
 
+def check_steps(world: int, counts: Sequence[float], made: int, others: str = "") -> None:
+    """Raise a ``RuntimeError`` if replicas have made different numbers of steps, and would exchange unlike things.
+
+    Args:
+        counts: sums over replicas of the number of steps of each, and of its square.
+        others: what else must be alike on all replicas.
+    """
+    total, squares = counts
+    if world * squares != total * total:
+        raise RuntimeError(
+            f"replicas have made different numbers of steps (this one {made}), and would exchange other things than "
+            "each other. Every replica must call optimizer.step() equally often, a GradScaler that skips a step on one "
+            f"of them included{others}"
+        )
+
+
 # Local tensors -----------------------------------------------------------------------------------------------------
+
+_RUN = 1 << 22
+"""Elements of optimizer state that are copied or averaged at a time."""
 
 
 def local_of(tensor: Any) -> Tensor:
@@ -405,11 +420,39 @@ def local_of(tensor: Any) -> Tensor:
     return local.detach()
 
 
+def read_grads(grads: Iterable[Tensor | None], views: Iterable[Tensor]) -> None:
+    """Copy this rank's elements of gradients to ``views``; zeros for None."""
+    for grad, view in zip(grads, views, strict=True):
+        if grad is None:
+            view.zero_()
+        else:
+            view.copy_(local_of(grad))
+
+
+def set_grad(parameter: nn.Parameter, total: Tensor | None, divisor: int) -> None:
+    """Put this rank's elements of a sum, divided, in ``.grad``, which may exist already; None: it has no gradient."""
+    if total is None:
+        parameter.grad = None
+        return
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    torch.div(total, divisor, out=local_of(parameter.grad))
+
+
+def runs_of(parameters: Sequence[nn.Parameter]) -> Iterator[slice]:
+    """Yield runs of adjacent parameters with about ``_RUN`` elements of this rank each."""
+    first = elements = 0
+    for place, parameter in enumerate(parameters, 1):
+        elements += local_of(parameter).numel()
+        if elements >= _RUN or place == len(parameters):
+            yield slice(first, place)
+            first, elements = place, 0
+
+
 class LocalBuffer:
     """A flat fp32 buffer with room for this rank's elements of each of some tensors.
 
     Args:
-        like: tensors on one device, of any shapes.
         align: elements that each part begins at a multiple of; gaps are zero.
     """
 

@@ -12,7 +12,7 @@ one piece of its unit's buffer, so ranks get consecutive parts of that unit, in 
 
 Where weights are gathered twice per step (ZeRO-3) and a unit has fewer matrices than ranks, a few ranks would send all
 of its weights. Such a unit is sharded evenly, and its matrices are assembled on their owners for the update
-(``optim.assembly``).
+(``optim.matrix``).
 """
 
 from __future__ import annotations

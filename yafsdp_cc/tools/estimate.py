@@ -27,7 +27,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from yafsdp_cc.api import plan_of, shard
-from yafsdp_cc.plan import Plan, find_units
+from yafsdp_cc.plan import Plan
+from yafsdp_cc.sharding.units import find_units
 from yafsdp_cc.tools.fake_ranks import MetaDevice, fake_ranks
 from yafsdp_cc.tools.step_time import Work
 
@@ -49,7 +50,6 @@ class Subject(NamedTuple):
     """A model to estimate."""
 
     build: Callable[[], nn.Module]
-    """Function that makes the model on the meta device."""
     loss: Callable[[nn.Module], Tensor] | None
     """Function that runs a forward on one rank's batch; None: activations and time are left out."""
 
@@ -155,9 +155,6 @@ def subject_of(name: str, batch: int, sequence: int) -> Subject:
     Args:
         name: ``"demo"``; ``"module:factory"``, a function that returns a model, or a model and a function of it that
             returns the loss of one batch; a folder or file with a Hugging Face config; or a Hugging Face model type.
-
-    Raises:
-        ValueError: there is no such model.
     """
     if name == "demo":
         from yafsdp_cc.tools.demo.model import GPT, VOCABULARY
@@ -273,10 +270,6 @@ def plan_over(build: Callable[[], nn.Module], mesh: tuple[int, ...], device: str
         build: function that makes the model on the meta device.
         mesh: (ranks of a shard), or (replicas, ranks of a shard).
         device: device of every rank, "cuda" (with NCCL) or "cpu" (with gloo).
-        settings: arguments of ``shard``.
-
-    Raises:
-        ValueError: ``shard`` would refuse the arguments.
     """
     with torch.device("meta"):
         model = build()
@@ -294,9 +287,6 @@ def probe(subject: Subject, policy: MixedPrecisionPolicy, units: Any = "auto") -
     Of each run of equal blocks in one container, the first and the last are measured; blocks between count as the
     first. Weights are those of the forward's dtype, and gradients of weights are freed when they are complete, as the
     engine has its own buffers for them.
-
-    Raises:
-        ValueError: the subject has no loss.
     """
     if subject.loss is None:
         raise ValueError("the factory returned no function of the model that gives the loss of a batch")

@@ -144,9 +144,6 @@ def fake_ranks(
     Args:
         shape: shape of the mesh: (ranks of a shard), or (replicas, ranks of a shard).
         kind: kind of devices, "cpu" or "cuda"; ``BACKENDS`` gives the backend.
-        device: makes tensors and answers reads.
-        event: class that replaces CUDA's events and streams.
-        modes: contexts to enter before ``device``.
     """
     for codec in error_feedback._NUMBERS:
         error_feedback.lost_share(codec, 256)  # cached from real numbers, before tensors are fake

@@ -1,17 +1,11 @@
 """Writes a training run's figures to ``metrics.jsonl``, for ``yafsdp-cc report``, and shows its progress.
 
-    with yafsdp_cc.Metrics(model, "runs/mine", total_steps=1000) as metrics:
-        for batch in batches:
-            ...  # forward, backward, optimizer.step()
-            metrics.step(loss, tokens=batch.numel() * world)
-
 Each line is a JSON object: one of ``"event": "start"``, then ``"step"`` and ``"eval"``, and ``"end"``. A resumed run
 appends to the earlier file.
 """
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
 import resource
@@ -22,7 +16,6 @@ from collections import defaultdict
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from importlib import import_module
-from importlib.util import find_spec
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,7 +52,7 @@ class Metrics:
         total_steps: number of optimizer steps that the run will make, if known.
         first_step: number of steps made by the run that this one resumes.
         every: steps between reports; 0: only ``report`` reports. The first and the last step are reported too.
-        show: print a line for each report, or draw a bar where the output is a terminal and rich is installed.
+        show: print a line for each report.
         tensorboard: write the same figures for TensorBoard into the folder, too.
         wandb: give the same figures to Weights & Biases, offline unless ``WANDB_MODE`` says otherwise.
         settings: settings of the run, such as its learning rate, for the ``start`` line.
@@ -179,7 +172,7 @@ class Metrics:
             run = _imported("wandb", "wandb").init(dir=folder, mode=mode, config=settings)
             self._outputs.append(partial(_to_wandb, self._opened.enter_context(run)))
         if show:
-            self._outputs.append(_Display(self._opened, self.steps_made, self._total))
+            self._outputs.append(partial(_show, self._total))
 
     def _append(self, values: dict[str, Any]) -> None:
         """Append a line to the file; if the disk is full, training goes on and the figures are lost."""
@@ -308,39 +301,15 @@ def _imported(option: str, module: str) -> Any:
         raise ValueError(f"Metrics({option}=True) needs {option}: pip install {option} ({error})") from error
 
 
-class _Display:
-    """Shows a line for each report, or a progress bar with the last figures.
-
-    Args:
-        stack: exit stack that ends the bar.
-        first: number of steps made before.
-        total: number of steps that will be made, if known.
-    """
-
-    def __init__(self, stack: ExitStack, first: int, total: int | None) -> None:
-        self._of = f"/{total}" if total else ""
-        self._progress: Any = None
-        self._shown: dict[str, Any] = {}
-        if sys.stdout.isatty() and find_spec("rich"):
-            from rich import progress
-
-            columns = progress.BarColumn(16), progress.MofNCompleteColumn(), progress.TextColumn("{task.description}")
-            self._progress = stack.enter_context(progress.Progress(*columns, progress.TimeRemainingColumn()))
-            atexit.register(self._progress.stop)  # otherwise the terminal's cursor stays hidden
-            self._task = self._progress.add_task("", total=total, completed=first)
-
-    def __call__(self, values: dict[str, Any]) -> None:
-        if values["event"] not in ("step", "eval"):
-            return
-        if self._progress is None:
-            figures = [_figures(values)]
-            if "gathered_bytes_per_step" in values:
-                gathered, reduced = (values[f"{name}_bytes_per_step"] / 1e6 for name in ("gathered", "reduced"))
-                figures.append(f"gathered {gathered:.1f} MB, reduced {reduced:.1f} MB a step")
-            print(f"step {values['step']:4}{self._of}", *figures, sep="   ", flush=True)
-        else:
-            self._shown |= values
-            self._progress.update(self._task, completed=values["step"], description=_figures(self._shown))
+def _show(total: int | None, values: dict[str, Any]) -> None:
+    """Print a line for a report."""
+    if values["event"] not in ("step", "eval"):
+        return
+    figures = [_figures(values)]
+    if "gathered_bytes_per_step" in values:
+        gathered, reduced = (values[f"{name}_bytes_per_step"] / 1e6 for name in ("gathered", "reduced"))
+        figures.append(f"gathered {gathered:.1f} MB, reduced {reduced:.1f} MB a step")
+    print(f"step {values['step']:4}{f'/{total}' if total else ''}", *figures, sep="   ", flush=True)
 
 
 def _figures(values: dict[str, Any]) -> str:

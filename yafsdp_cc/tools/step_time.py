@@ -103,14 +103,7 @@ class StepTime(NamedTuple):
 
 
 def step_time(events: Sequence[Event], ranks: int, flops_per_second: float, link: Link) -> StepTime:
-    """Return how long a step takes.
-
-    Args:
-        events: result of ``events_of``.
-        ranks: number of ranks of a shard.
-        flops_per_second: rate that a rank achieves.
-        link: link of each rank to the others.
-    """
+    """Return how long a step takes."""
     ends: list[float] = []
     free = {True: 0.0, False: 0.0}
     computed = {"forward": 0.0, "backward": 0.0}
@@ -133,7 +126,6 @@ def events_of(plan: Plan, work: Mapping[str, Work]) -> list[Event]:
     """Return a step in the order in which it is issued.
 
     Args:
-        plan: plan of the model on one rank.
         work: operations by the name of a unit; those outside of units in "".
     """
     events: list[Event] = []

@@ -239,12 +239,7 @@ class Trial:
     # Figures ----------------------------------------------------------------------------------------------------------
 
     def write(self, error: str | None = None, ended: bool = False) -> None:
-        """Write this rank's figures into the folder.
-
-        Args:
-            error: why the script failed.
-            ended: whether the script ended by itself.
-        """
+        """Write this rank's figures into the folder."""
         own: dict[str, Any] = {"time": time.time(), "error": error, "ended": ended}
         if error is None:
             plans = [api.plan_of(each) for each in self._engines()]

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 COMMANDS = {
-    "config": "write, show or check a run file, or make one from Accelerate's",
+    "config": "write, show or check a run file",
     "launch": "run a training script on several ranks, with a run file and torchrun's own flags",
     "try": "run a training script under several settings for some steps, and recommend one",
     "env": "describe this machine and installation, for a report of a problem",

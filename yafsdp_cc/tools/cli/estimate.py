@@ -7,7 +7,6 @@ import csv
 import gc
 import json
 import os
-import re
 import sys
 from importlib.resources import files
 from pathlib import Path
@@ -15,9 +14,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest import mock
 
 from yafsdp_cc.tools.cli.demo import positive
+from yafsdp_cc.tools.netlab.links import BITS, quantity
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from yafsdp_cc.config import Settings
     from yafsdp_cc.plan import Plan
@@ -29,7 +29,6 @@ Tells what one rank holds and sends, and how long a step takes, from the model's
 tensors that have no memory: nothing is downloaded, and no weights are made. docs/estimate.md explains every figure."""
 
 BYTES = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "kB": 10**3, "MB": 10**6, "GB": 10**9}
-BITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9, "tbit": 10**12}
 FLOPS = {"gflops": 1e9, "tflops": 1e12, "pflops": 1e15}
 SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
 COUNTS = {"M": 10**6, "B": 10**9, "T": 10**12}
@@ -58,11 +57,9 @@ class Row(NamedTuple):
     activations: int | None
     """Bytes of activations at the peak; None if the model came without a loss."""
     checkpointed: int
-    """Number of blocks that are recomputed."""
     headroom: dict[str, int]
     """Bytes to leave free, by name."""
     assumed: dict[str, str]
-    """Assumptions in words."""
     seconds: StepTime | None = None
     answers: dict[str, str | float | None] = {}  # noqa: RUF012 (a tuple's default is not changed)
     """Answers by question; None where the question was not asked."""
@@ -332,7 +329,7 @@ def _assumed(asked: argparse.Namespace, plan: Plan, checkpointed: int, blocks: i
 
 def _text(rows: list[Row]) -> str:
     from yafsdp_cc.plan.report import human
-    from yafsdp_cc.tools.table import table
+    from yafsdp_cc.table import table
 
     plan, empty = rows[0].plan, [""] * len(rows)
     lines = [f"{plan.elements:,} parameters in {plan.parameters:,} tensors and {len(plan.units)} units", "", "assumed"]
@@ -383,13 +380,12 @@ def _checkpoint(text: str) -> str | int:
     raise argparse.ArgumentTypeError(f"{text!r}: write a number of blocks, all, or fit")
 
 
-def _quantity(units: dict[str, float] | dict[str, int]) -> Callable[[str], float]:
+def _quantity(units: Mapping[str, float]) -> Callable[[str], float]:
     """Return a parser of positive numbers with one of these units."""
 
     def read(text: str) -> float:
-        matched = re.fullmatch(rf"(\d+(?:\.\d+)?)({'|'.join(units)})", text)
-        if matched is None or not float(matched[1]):
-            raise argparse.ArgumentTypeError(f"{text!r}: write a number and a unit of {', '.join(units)}")
-        return float(matched[1]) * units[matched[2]]
+        if value := quantity(text, units):
+            return value
+        raise argparse.ArgumentTypeError(f"{text!r}: write a number and a unit of {', '.join(units)}")
 
     return read

@@ -33,10 +33,8 @@ class RankLogs(DefaultLogsSpecs):
     them. Ranks write into pipes, which a thread of this process reads.
 
     Args:
-        folder: existing folder for the logs.
         errors: a folder for the files in which ranks tell why they fail.
         shown: local ranks on the console; None: rank 0 of all.
-        title: title of the run.
     """
 
     def __init__(self, folder: Path, errors: str, shown: Collection[int] | None, title: str) -> None:

@@ -10,9 +10,9 @@ import sys
 from datetime import datetime
 from pathlib import Path
 
+from yafsdp_cc.table import table
 from yafsdp_cc.tools.report.overlap import measure
 from yafsdp_cc.tools.report.trace import UnreadableError, read
-from yafsdp_cc.tools.table import table
 
 ABOUT = """\
 A run is a folder with the metrics.jsonl that yafsdp_cc.Metrics writes, or that file; several are drawn side by side.

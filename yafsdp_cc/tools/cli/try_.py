@@ -20,11 +20,11 @@ from pathlib import Path
 from statistics import mean, median
 from typing import TYPE_CHECKING, Any
 
+from yafsdp_cc.table import table
 from yafsdp_cc.tools.cli.demo import positive
 from yafsdp_cc.tools.cli.profile import own_flags
 from yafsdp_cc.tools.report.overlap import measure
 from yafsdp_cc.tools.report.trace import read
-from yafsdp_cc.tools.table import table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -275,12 +275,7 @@ def sent_in(trace: Path, ranks: int) -> int:
 
 
 class Comparison:
-    """Rows with figures beside exact.
-
-    Args:
-        rows: all rows, the simpler setting first.
-        within: percent by which a loss may be above that of exact.
-    """
+    """Rows with figures beside exact."""
 
     def __init__(self, rows: Sequence[Row], within: float) -> None:
         self.left_out = [row for row in rows if row.reason or not row.turns]

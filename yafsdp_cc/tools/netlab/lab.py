@@ -17,9 +17,6 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import torch
-import torch.distributed as dist
-
 from yafsdp_cc.tools.netlab import namespaces
 from yafsdp_cc.tools.netlab.keeper import keep
 from yafsdp_cc.tools.netlab.links import UNSHAPED, LabError, Links, Unavailable, bits_per_second
@@ -119,13 +116,7 @@ class Lab:
         self._on_ranks(_execute, timeout, command)
 
     def set_bandwidth(self, bandwidth: str, *, rank: int | None = None, receive: str | None = None) -> None:
-        """Change the rate of every link, or of one rank's, of running ranks too, also by one of the ranks themselves.
-
-        Args:
-            bandwidth: as of the lab.
-            rank: rank whose link changes; None: all.
-            receive: the rate of receiving, if it differs.
-        """
+        """Change the rate of every link, or of one rank's, of running ranks too; a rank may call it itself."""
         self.links.set_bandwidth(bandwidth, rank=rank, receive=receive)
 
     def traffic(self) -> list[Traffic]:
@@ -242,6 +233,9 @@ def _flush() -> None:
 def _with_gloo(
     rank: int, folder: str, links: Links, timeout: float, body: Callable[..., Any], args: tuple[Any, ...]
 ) -> Any:
+    import torch
+    import torch.distributed as dist
+
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     torch.manual_seed(0)
     # ranks find each other by a file, so that the links carry only their own messages

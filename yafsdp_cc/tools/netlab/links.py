@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 UNSHAPED = "unshaped"
 VARIABLE = "YAFSDP_CC_NETLAB"
 DEVICE = "eth0"
 MASTER_PORT = "29500"
 """Port in a network that no other program uses."""
-BITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
+BITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9, "tbit": 10**12}
 FRAME = 66_000
 """Bytes of the largest frame, its headers in each packet counted."""
 HEADERS = 66
@@ -111,7 +111,6 @@ class Links(NamedTuple):
         """Shape links from now on. One rank does it for all; no connection notices.
 
         Args:
-            bandwidth: rate at which a machine sends, and receives.
             rank: rank whose machine's link changes; None: all.
             receive: rate at which a machine receives, if it differs.
         """
@@ -143,10 +142,15 @@ def port(machine: int) -> str:
     return f"port{machine}"
 
 
+def quantity(text: str, units: Mapping[str, float]) -> float:
+    """Read a number with one of these units, such as ``100mbit``; return 0 for other texts."""
+    matched = re.fullmatch(rf"(\d+(?:\.\d+)?)({'|'.join(units)})", text)
+    return float(matched[1]) * units[matched[2]] if matched else 0.0
+
+
 def bits_per_second(bandwidth: str) -> int:
     """Read ``100mbit``, ``2.5gbit`` or ``unshaped``, which is 0."""
-    matched = re.fullmatch(rf"(\d+(?:\.\d+)?)({'|'.join(BITS)})", bandwidth)
-    bits = round(float(matched[1]) * BITS[matched[2]]) if matched else 0
+    bits = round(quantity(bandwidth, BITS))
     if bits < BITS["kbit"] and bandwidth != UNSHAPED:
         raise ValueError(f"bandwidth {bandwidth!r}: write 100mbit, 2.5gbit, 500kbit or {UNSHAPED}")
     return bits
