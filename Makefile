@@ -79,7 +79,7 @@ site: $(INSTALLED)-docs
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet
 
 # What follows adds packages alone: the kernels are there already.
-EXTRAS := bench hf accelerate lightning peft live track trl titan torchao bitsandbytes
+EXTRAS := bench hf accelerate lightning peft track trl titan torchao bitsandbytes
 ADD = YAFSDP_CC_NATIVE=0 $(PIP) install --no-build-isolation --constraint $(PIN) --editable
 
 # All at once, so that pip chooses versions that suit each other. If that fails, each by itself: tests skip themselves

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 import yafsdp_cc
 from tests.ranks import RankError, on_ranks
 from tests.soak import also
+from yafsdp_cc.checkpoint.save import wait_for_saves
 from yafsdp_cc.rescue.memory import MEMORY, RunMemory, folder_of_run
 from yafsdp_cc.rescue.nodes import Nodes, Transfer, transfer
 
@@ -76,6 +77,7 @@ def train(folder: Path, steps: int, way: str = "exact", nodes: int = 1, **settin
         scheduler.step()
         rescue.step()
     rescue._wait()
+    wait_for_saves()
     weights = {
         name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in model.named_parameters()
     }
