@@ -104,6 +104,7 @@ def _settings() -> dict[str, Any]:
             if name.startswith("_global_") and isinstance(each, dict)
         ],
         "limits": [resource.getrlimit(which) for which in (resource.RLIMIT_FSIZE, resource.RLIMIT_AS)],
-        "signals": [signal.getsignal(number) for number in range(1, signal.NSIG)],
+        # pytest-timeout has a handler of SIGALRM for each test
+        "signals": [signal.getsignal(number) for number in range(1, signal.NSIG) if number != signal.SIGALRM],
         "log": (log.level, log.propagate, log.disabled, tuple(log.handlers), tuple(log.filters)),
     }

@@ -55,6 +55,15 @@ def test_ranks_that_a_test_leaves_as_they_were_run_the_next_one() -> None:
     assert on_ranks(2, process) == before
 
 
+served: list[list[int]] = []
+
+
+@pytest.mark.parametrize("turn", [1, 2])
+def test_ranks_run_the_next_test(turn: int) -> None:
+    served.append(on_ranks(3, process))
+    assert served[0] == served[-1]
+
+
 @pytest.mark.parametrize("body", [leaves_a_function, leaves_a_method, leaves_another_dtype, leaves_a_filter])
 def test_others_run_it_elsewhere(body: Callable[[], Any]) -> None:
     before = on_ranks(2, process)
