@@ -12,12 +12,13 @@ import itertools
 import os
 import random
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -125,9 +126,17 @@ class Job:
 
     def steps(self) -> int:
         """Return the number of finished steps, as rank 0 has written it down."""
+        return self._progress()[0]
+
+    def starts(self) -> int:
+        """Return how often the ranks that have finished the last step had been started again."""
+        return self._progress()[1]
+
+    def _progress(self) -> tuple[int, int]:
         with suppress(OSError, ValueError):
-            return int((self.folder / "steps").read_text())
-        return 0
+            steps, starts = (self.folder / "steps").read_text().split()
+            return int(steps), int(starts)
+        return 0, 0
 
     def kill_a_rank(self, chance: random.Random) -> int:
         """Kill a random rank, by the process id that it has written down, and return 1; 0 if it does not run."""
@@ -208,8 +217,39 @@ def disturbed(count: int, per_run: int, lose_nodes: bool, folder: Path, seed: in
     raise AssertionError
 
 
+WAYS = {
+    "checkpoints on the disk, new processes": (["--start-method=spawn"], {"MODE": "disk"}),
+    "checkpoints on the disk, forked ranks": (["--start-method=fork"], {"MODE": "disk"}),
+    "snapshots in memory, new processes": (["--start-method=spawn"], {}),
+    "snapshots in memory, forked ranks": (["--start-method=fork"], {}),
+}
+
+
+def recovery(rounds: int, folder: Path, seed: int) -> dict[str, list[float]]:
+    """Return the seconds from a kill of a random rank to the next finished step, of each way, in interleaved rounds."""
+    chance, found = random.Random(seed), {way: list[float]() for way in WAYS}
+    with Cluster() as cluster, ExitStack() as jobs:
+        for run in range(rounds):
+            for number, (way, (flags, environment)) in enumerate(WAYS.items()):
+                name = f"recovery-{run}-{number}"
+                job = Job(cluster, folder / name, ["--max-restarts=2", *flags], STEPS="100000", **environment)
+                jobs.callback(job.close)
+                _until(partial(_has_gone_on, job, 0), 120)
+                time.sleep(chance.uniform(0, 1))
+                begin = time.monotonic()
+                if job.kill_a_rank(chance):
+                    _until(partial(_was_started_again, job), 120)
+                    found[way].append(time.monotonic() - begin)
+                job.close()
+    return found
+
+
 def _has_gone_on(job: Job, begun: int) -> bool:
     return job.steps() > begun + 12 or bool(job.result())
+
+
+def _was_started_again(job: Job) -> bool:
+    return job.starts() > 0
 
 
 def _until(condition: Callable[[], bool], seconds: float) -> None:
@@ -222,6 +262,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=0)
     parser.add_argument("--nodes-lost", type=int, default=0)
+    parser.add_argument("--recovery", type=int, default=0)
     parser.add_argument("--per-run", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
@@ -232,6 +273,8 @@ def main() -> None:
             kind = "nodes" if lose_nodes else "ranks"
             wrong = disturbed(count, asked.per_run, lose_nodes, folder / kind, asked.seed)
             print(f"{count} {kind} killed: {len(wrong)} runs went wrong", *wrong, sep="\n  ")
+    for way, seconds in recovery(asked.recovery, folder, asked.seed).items() if asked.recovery else ():
+        print(f"{way}: median {statistics.median(seconds):.2f} s of {', '.join(f'{each:.2f}' for each in seconds)}")
 
 
 if __name__ == "__main__":

@@ -15,6 +15,14 @@ from yafsdp_cc.tools.demo.model import GPT
 from yafsdp_cc.tools.demo.train import loss_of
 
 
+def load(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Load the checkpoint, if there is one; return its number of steps."""
+    try:
+        return int(yafsdp_cc.load(path, model, optimizer)["step"])
+    except FileNotFoundError:
+        return 0
+
+
 def main() -> None:
     """Train ``STEPS`` steps with a snapshot each ``EVERY``; write finished steps, and the digest, to a folder."""
     folder, steps = Path(sys.argv[1]), int(os.environ["STEPS"])
@@ -25,17 +33,21 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     drawn = torch.Generator().manual_seed(dist.get_rank())
-    rescue = yafsdp_cc.Rescue(
-        model, optimizer, every=int(os.environ.get("EVERY", "5")), drawn=drawn, scheduler=scheduler
-    )
-    for step in range(rescue.restore(), steps):
+    every = int(os.environ.get("EVERY", "5"))
+    rescue = yafsdp_cc.Rescue(model, optimizer, every=every, drawn=drawn, scheduler=scheduler)
+    disk = folder / "checkpoint" if os.environ.get("MODE") == "disk" else None
+    begin = rescue.restore() if disk is None else load(disk, model, optimizer)
+    for step in range(begin, steps):
         loss_of(model, torch.randint(256, (1, 65), generator=drawn)).backward()
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
-        rescue.step()
+        if disk is None:
+            rescue.step()
+        elif (step + 1) % every == 0:
+            yafsdp_cc.save(disk, model, optimizer, step=step + 1, drawn=drawn.get_state())
         if dist.get_rank() == 0:
-            (folder / "steps").write_text(str(step + 1))
+            (folder / "steps").write_text(f"{step + 1} {os.environ['TORCHELASTIC_RESTART_COUNT']}")
     digest = hashlib.sha256()
     for each in yafsdp_cc.full_state_dict(model).values():
         digest.update(each.numpy().tobytes())

@@ -60,5 +60,5 @@ def executed_in_step(world: int, kind: str, settings: dict[str, object]) -> dict
 @pytest.mark.parametrize("kind", ["cuda", "cpu"])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_step_does_not_grow_with_the_ranks(kind, way):
-    few, many = (on_ranks(1, executed_in_step, world, kind, WAYS[way])[0] for world in (32, 1024))
+    few, many = (on_ranks(1, executed_in_step, world, kind, WAYS[way], fresh=True)[0] for world in (32, 1024))
     assert {name: (few.get(name), many.get(name)) for name in few | many if few.get(name) != many.get(name)} == {}

@@ -81,6 +81,7 @@ def started(
     finally:
         if process.poll() is None:
             process.kill()
+            process.wait()  # else it would be found as one that is left, by its name
         left = _left_behind(mark, seconds=5)
         for pid in left:
             os.kill(pid, signal.SIGKILL)

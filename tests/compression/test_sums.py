@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.compression import definition
-from tests.ranks import on_ranks
+from tests.ranks import on_ranks as on_kept_ranks
 from yafsdp_cc import Compression
 from yafsdp_cc.compression.all_reduce import CompressedAllReduce
 from yafsdp_cc.compression.codec import codec_of, counts_of
@@ -25,6 +26,8 @@ from yafsdp_cc.engine.param import Divisor
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+# Streams of random numbers and scratch buffers are of a body alone.
+on_ranks = partial(on_kept_ranks, fresh=True)
 CPU = torch.device("cpu")
 CODECS = ("fp32", "bf16", "fp8", "int8", "int4", "ternary", "onebit", "topk", "topk2bit", "powersgd")
 SHAPES = ((37, 50), (111,), (64, 65), (3, 5, 7))

@@ -57,7 +57,7 @@ def _check(ran: dict[str, Any]) -> None:
         torch.testing.assert_close(optimizer.state[parameter]["exp_avg"].full_tensor(), moments[index]["exp_avg"])
 
 
-@ranks(2)
+@ranks(2, fresh=True)  # Accelerator remembers how it was made first
 def test_a_model_that_is_not_sharded_is_refused_by_name() -> None:
     from accelerate import Accelerator
 

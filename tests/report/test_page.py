@@ -294,7 +294,7 @@ def steps_of_a_trace(folder: Path, wanted: str) -> int:
 def test_the_steps_that_were_asked_for_or_made(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], wanted: str, steps: int
 ) -> None:
-    assert on_ranks(1, steps_of_a_trace, tmp_path, wanted) == [steps]
+    assert on_ranks(1, steps_of_a_trace, tmp_path, wanted, fresh=True) == [steps]  # on the stderr of this test
     assert ("steps 4 to 9 were to be recorded, and the script made 5" in capfd.readouterr().err) == (wanted[-1] == "9")
 
 
@@ -355,7 +355,7 @@ def test_ranks_run_under_nsys(
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.chdir(tmp_path)
-    on_ranks(1, profile_by_nsys)
+    on_ranks(1, profile_by_nsys, fresh=True)
     assert sorted(path.name for path in (tmp_path / "profile").iterdir()) == ["rank0.nsys-rep", "rank1.nsys-rep"]
     out, err = capfd.readouterr()
     assert all(f"rank {rank} has ['--steps', '9']" in out for rank in (0, 1))

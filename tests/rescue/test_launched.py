@@ -14,7 +14,7 @@ from yafsdp_cc.rescue.memory import folder_of_run
 SCRIPT = """
 import os, signal, sys, time, torch, torch.distributed as dist, yafsdp_cc
 from datetime import timedelta
-dist.init_process_group("gloo", timeout=timedelta(seconds=5))
+dist.init_process_group("gloo", timeout=timedelta(seconds=10))
 rank = dist.get_rank()
 torch.manual_seed(0)
 model = torch.nn.Linear(64, 64)
@@ -66,5 +66,5 @@ def run(folder: Path, fault: str, method: str) -> tuple[str, str]:
 def test_a_run_goes_on_with_the_same_numbers(tmp_path: Path, fault: str, method: str, undisturbed: str) -> None:
     out, err = run(tmp_path, FAULTS[fault], method)
     assert out == undisturbed
-    assert TOLD[fault] in err
+    assert TOLD[fault] in err, err
     assert re.search("going on behind step [24], from memory; steps [35] to [56] are made again", err), err

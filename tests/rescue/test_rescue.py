@@ -11,6 +11,7 @@ import random
 import re
 import shutil
 from collections import namedtuple
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import yafsdp_cc
-from tests.ranks import RankError, on_ranks
+from tests.ranks import RankError
+from tests.ranks import on_ranks as on_kept_ranks
 from tests.soak import also
 from yafsdp_cc.checkpoint.save import wait_for_saves
 from yafsdp_cc.rescue.memory import MEMORY, RunMemory, folder_of_run
 from yafsdp_cc.rescue.nodes import Nodes, Transfer, transfer
 
+on_ranks = partial(on_kept_ranks, fresh=True)  # ranks that are started again are new processes
 WAYS = ("exact", "int8", "onebit", "fully_shard", "plain")
 Settings = dict[str, Any]
 
