@@ -1,5 +1,5 @@
-"""What a test leaves behind in its process: who finds that a function, a constant or a setting is another one than
-before does not run the next test there."""
+"""``Before`` finds functions, constants and settings that a test has left changed in its process; ``tests.ranks`` runs
+no further test there then."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ CHANGING = {"_backend", "_group_count", "__slotnames__", "step"}
 
 
 class Before:
-    """What a process is like before a test."""
+    """Functions, constants and settings of a process before a test."""
 
     def __init__(self) -> None:
         self._names = [(owner, dict(vars(owner))) for owner in _owners()]

@@ -23,11 +23,11 @@ def leaves_nothing() -> None:
 
 
 def leaves_a_function() -> None:
-    streams.comm_stream = None  # type: ignore[assignment]
+    streams.comm_stream = None  # type: ignore[assignment]  # a test that replaces a function
 
 
 def leaves_a_method() -> None:
-    streams.StreamEvent.wait = None  # type: ignore[method-assign,assignment]
+    streams.StreamEvent.wait = None  # type: ignore[method-assign,assignment]  # a method
 
 
 def leaves_another_dtype() -> None:

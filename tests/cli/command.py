@@ -105,7 +105,7 @@ def forked(
     return partial(_be_the_command, partial(_program, with_children), argv, dict(environment or os.environ))
 
 
-class _ForkingPopen(subprocess.Popen):  # type: ignore[type-arg]
+class _ForkingPopen(subprocess.Popen):  # type: ignore[type-arg]  # a parameter fails at run time here
     """Starts programs of this interpreter as ``forked`` says; all others as they are."""
 
     def __init__(self, args: Any, *more: Any, **settings: Any) -> None:
@@ -117,7 +117,7 @@ class _ForkingPopen(subprocess.Popen):  # type: ignore[type-arg]
 def _program(with_children: bool, argv: list[str]) -> None:
     """Run a program as ``python *argv`` does."""
     if with_children:
-        subprocess.Popen = subprocess_handler.Popen = _ForkingPopen  # type: ignore[misc]
+        subprocess.Popen = subprocess_handler.Popen = _ForkingPopen  # type: ignore[misc]  # programs start others by it
     for number in range(1, signal.NSIG):  # of whoever has forked this process
         if callable(signal.getsignal(number)) and number != signal.SIGINT:
             signal.signal(number, signal.SIG_DFL)

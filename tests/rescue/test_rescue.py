@@ -191,6 +191,12 @@ def test_a_snapshot_that_is_not_finished_or_damaged_is_not_taken(
     assert re.search("a snapshot cannot be used: .*__1_0.distcp.*CRC-32", capfd.readouterr().err)
 
 
+def test_a_table_that_is_damaged_on_one_node_hangs_nobody(tmp_path: Path) -> None:
+    on_ranks(2, train, tmp_path, 6, "exact", 2)
+    (snapshots(tmp_path, 1)[6] / ".metadata").write_bytes(b"x")
+    assert [each["began"] for each in on_ranks(2, train, tmp_path, 6, "exact", 2)] == [4, 4]
+
+
 def test_the_last_snapshot_that_is_damaged_is_no_reason_to_begin_anew(tmp_path: Path) -> None:
     on_ranks(2, train, tmp_path, 2)
     (file,) = snapshots(tmp_path)[2].glob("__0_0.distcp")
@@ -242,7 +248,7 @@ def test_mistakes_are_told_before_training(tmp_path: Path, message: str, monkeyp
 def test_other_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(MEMORY, str(tmp_path))
     with pytest.raises(TypeError, match="takes a module, and was given a str"):
-        yafsdp_cc.Rescue("model")  # type: ignore[arg-type]
+        yafsdp_cc.Rescue("model")  # type: ignore[arg-type]  # which is the mistake
     rescue = yafsdp_cc.Rescue(nn.Linear(1, 1), every=1)
     with pytest.raises(RuntimeError, match=r"call Rescue.restore\(\) before the first step"):
         rescue.step()

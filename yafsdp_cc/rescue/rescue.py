@@ -198,16 +198,19 @@ class Rescue:
                 moved += fetch(names, folder, self._nodes, ranks.back)
 
             try:
-                folder.mkdir(exist_ok=True)
+                with together(ranks.front):
+                    folder.mkdir(exist_ok=True)
                 bring([METADATA])
-                reader = CheckpointReader(folder, bring)
+                with together(ranks.front):  # the table may be damaged on one node alone
+                    reader = CheckpointReader(folder, bring)
                 bring(_extras(reader))
-                self._take(load_from(partial(_same, reader), self._model, self._optimizers, ranks))
+                extra = load_from(partial(_same, reader), self._model, self._optimizers, ranks)
             except (ValueError, pickle.UnpicklingError) as error:
                 problem = problem or error
                 if self._nodes.rank == 0:
                     _say(f"a snapshot cannot be used: {error}")
                 continue
+            self._take(extra)
             came = sorted({each.name for each in moved if each.name.endswith(".distcp")})
             parts = f" ({len(came)} of {len(reader.names)} parts from another node)" if came else ""
             return _Taken(_step_of(name), f"behind step {_step_of(name)}, from memory{parts}", name)
@@ -310,7 +313,8 @@ class Rescue:
             files.check_space(folder, 2 * (len(content) + sum(map(_bytes_of, tree_flatten(state)[0]))))
             files.write(folder / files.extra_name(rank, world), content)
         writer = _MemoryWriter(folder, all_gather_objects(zlib.crc32(content), group))
-        # What all ranks have alike goes to one file: a node that has lost its memory needs that and its own, no others.
+        # The planner puts replicated tensors into rank 0's file: a node that has lost its memory then fetches that file
+        # and those of its own ranks, and no others.
         planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
         with by_torch(f"the snapshot behind step {step}", group) as which:
             state_dict_saver.save(state, storage_writer=writer, planner=planner, **which)
@@ -323,7 +327,7 @@ class Rescue:
             if (buddy := self._nodes.buddy_of(source)) is not None
             for name, size in names
         ]
-        transfer(copies, folder, group, partial(self._let_training_go_first, step))
+        transfer(copies, folder, group, self._let_training_go_first)
         all_gather_objects(None, group)  # every file is on two nodes
         if self._nodes.is_first:
             files.write(folder / f"{METADATA}.part", next(table for _, table in found if table))
@@ -337,7 +341,7 @@ class Rescue:
             if each not in (last, new):
                 shutil.rmtree(each, ignore_errors=True)
 
-    def _let_training_go_first(self, step: int, sent: float) -> None:
+    def _let_training_go_first(self, sent: float) -> None:
         """Wait while training communicates, unless the copy would not be over before the next snapshot."""
         assert self._steps is not None
         while self._is_communicating():
@@ -353,13 +357,13 @@ class Rescue:
 
 
 class _Taken(NamedTuple):
-    """What a run goes on from."""
+    """The snapshot or checkpoint that ``restore`` has loaded, or that there was none."""
 
     steps: int
     source: str = ""
-    """What to say of it; "" where there was nothing."""
+    """Description for the line that rank 0 prints; "" where there was nothing to load."""
     snapshot: str = ""
-    """The folder's name of a snapshot."""
+    """Name of the snapshot's folder; "" for a checkpoint."""
 
 
 class _MemoryWriter(CheckpointWriter):

@@ -26,7 +26,7 @@ PROBE_BYTES = 1 << 20
 SLOW_LINK = 2e9
 """Bits per second of payload in each direction below which a link is slow."""
 PROBE_ROUNDS = 3
-"""Of which the best counts: what else the machine does must not make a link look slow."""
+"""Number of probes of a link, of which the fastest counts: other load of the machine must not make it look slow."""
 _PROBE_TAG = 3
 _TIMEOUT = 5.0
 """Seconds that ranks have to read a refusal before the rank that may hold the store raises it."""

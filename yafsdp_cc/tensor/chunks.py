@@ -75,7 +75,7 @@ def _sent(local: torch.Tensor, chunks: _Chunks) -> _SentShard:
     return shard
 
 
-# What a rank holds, as chunks ----------------------------------------------------------------------------------------
+# The chunks of a rank's shard ----------------------------------------------------------------------------------------
 
 
 def chunks_of(spec: ShardSpec | _Chunks) -> list[ChunkStorageMetadata]:

@@ -105,7 +105,7 @@ def install(server: ForkServer | None) -> None:
 
 
 class _Rank:
-    """What torch's agent uses of a ``subprocess.Popen``."""
+    """A forked rank, with the members of ``subprocess.Popen`` that torch's agent uses."""
 
     def __init__(
         self,
