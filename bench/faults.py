@@ -11,12 +11,14 @@ import argparse
 import itertools
 import os
 import random
+import re
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -128,14 +130,14 @@ class Job:
         """Return the number of finished steps, as rank 0 has written it down."""
         return self._progress()[0]
 
-    def starts(self) -> int:
-        """Return how often the ranks that have finished the last step had been started again."""
+    def process(self) -> int:
+        """Return the process id of the rank 0 that has finished the last step."""
         return self._progress()[1]
 
     def _progress(self) -> tuple[int, int]:
         with suppress(OSError, ValueError):
-            steps, starts = (self.folder / "steps").read_text().split()
-            return int(steps), int(starts)
+            steps, process = (self.folder / "steps").read_text().split()
+            return int(steps), int(process)
         return 0, 0
 
     def kill_a_rank(self, chance: random.Random) -> int:
@@ -175,6 +177,11 @@ class Job:
         """Return what the launchers have printed."""
         return "".join((self.folder / f"node-{each}.txt").read_text() for each in range(len(self.launchers)))
 
+    def made_again(self) -> list[int]:
+        """Return the number of steps that were made again after each start of the ranks behind the first."""
+        told = re.findall(r"going on .*?(?:; steps (\d+) to (\d+) are made again)?\n", self.told())
+        return [int(last) - int(first) + 1 if first else 0 for first, last in told]
+
     def close(self) -> None:
         """End the launchers."""
         for each in self.launchers:
@@ -188,20 +195,24 @@ class Job:
 def disturbed(count: int, per_run: int, lose_nodes: bool, folder: Path, seed: int) -> list[str]:
     """Run jobs until ``count`` ranks, or nodes, were killed; return what went wrong."""
     chance, wrong, killed = random.Random(seed), list[str](), 0
+    again = Counter[int]()
     expected = ""
     for run in itertools.count():
         if killed >= count and expected:
+            print("steps made again: times", dict(sorted(again.items())))
             return wrong
         with Cluster() as cluster:
             name = f"run-{run}" if expected else "undisturbed"
-            job = Job(cluster, folder / name, ["--max-restarts=1000", "--start-method=fork"], STEPS="60")
+            job = Job(
+                cluster, folder / name, ["--max-restarts=1000", "--start-method=fork"], STEPS="60", SAVE_EVERY="20"
+            )
             try:
                 done = 0
                 while expected and done < per_run and not job.result() and job.is_running():
                     begun = job.steps()  # of the last start: a loss may cost some of them
                     if lose_nodes:  # two nodes have each other's copies once a step was made after a loss
                         _until(partial(_has_gone_on, job, begun), 120)
-                    time.sleep(chance.uniform(0, 4))
+                    time.sleep(chance.uniform(0, chance.choice((1, 12))))  # soon after a start, or at any step
                     if lose_nodes:
                         job.kill_a_node(chance.randrange(len(cluster.nodes)))
                     done += 1 if lose_nodes else job.kill_a_rank(chance)
@@ -211,6 +222,7 @@ def disturbed(count: int, per_run: int, lose_nodes: bool, folder: Path, seed: in
                 if not ended or left or (expected and job.result() != expected):
                     wrong.append(f"{name}: ended {ended}, left {left}, digest {job.result()} of {expected}")
                 expected = expected or job.result()
+                again.update(job.made_again())
             finally:
                 job.close()
         print(f"{name}: {killed} killed, {len(wrong)} wrong", flush=True)
@@ -236,9 +248,9 @@ def recovery(rounds: int, folder: Path, seed: int) -> dict[str, list[float]]:
                 jobs.callback(job.close)
                 _until(partial(_has_gone_on, job, 0), 120)
                 time.sleep(chance.uniform(0, 1))
-                begin = time.monotonic()
+                begin, before = time.monotonic(), job.process()
                 if job.kill_a_rank(chance):
-                    _until(partial(_was_started_again, job), 120)
+                    _until(partial(_is_another, job, before), 120)
                     found[way].append(time.monotonic() - begin)
                 job.close()
     return found
@@ -248,8 +260,8 @@ def _has_gone_on(job: Job, begun: int) -> bool:
     return job.steps() > begun + 12 or bool(job.result())
 
 
-def _was_started_again(job: Job) -> bool:
-    return job.starts() > 0
+def _is_another(job: Job, process: int) -> bool:
+    return job.process() not in (0, process)
 
 
 def _until(condition: Callable[[], bool], seconds: float) -> None:

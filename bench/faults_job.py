@@ -34,8 +34,12 @@ def main() -> None:
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     drawn = torch.Generator().manual_seed(dist.get_rank())
     every = int(os.environ.get("EVERY", "5"))
-    rescue = yafsdp_cc.Rescue(model, optimizer, every=every, drawn=drawn, scheduler=scheduler)
-    disk = folder / "checkpoint" if os.environ.get("MODE") == "disk" else None
+    on_disk, save_every = folder / "checkpoint", int(os.environ.get("SAVE_EVERY", "0"))
+    path = on_disk if save_every else None
+    rescue = yafsdp_cc.Rescue(
+        model, optimizer, every=every, path=path, save_every=save_every, drawn=drawn, scheduler=scheduler
+    )
+    disk = on_disk if os.environ.get("MODE") == "disk" else None
     begin = rescue.restore() if disk is None else load(disk, model, optimizer)
     for step in range(begin, steps):
         loss_of(model, torch.randint(256, (1, 65), generator=drawn)).backward()
@@ -47,7 +51,7 @@ def main() -> None:
         elif (step + 1) % every == 0:
             yafsdp_cc.save(disk, model, optimizer, step=step + 1, drawn=drawn.get_state())
         if dist.get_rank() == 0:
-            (folder / "steps").write_text(f"{step + 1} {os.environ['TORCHELASTIC_RESTART_COUNT']}")
+            (folder / "steps").write_text(f"{step + 1} {os.getpid()}")
     digest = hashlib.sha256()
     for each in yafsdp_cc.full_state_dict(model).values():
         digest.update(each.numpy().tobytes())

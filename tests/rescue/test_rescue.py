@@ -197,6 +197,23 @@ def test_a_table_that_is_damaged_on_one_node_hangs_nobody(tmp_path: Path) -> Non
     assert [each["began"] for each in on_ranks(2, train, tmp_path, 6, "exact", 2)] == [4, 4]
 
 
+def test_a_state_that_one_rank_cannot_load_is_told_and_hangs_nobody(tmp_path: Path) -> None:
+    def body() -> None:
+        train(tmp_path, 2)
+
+    def again() -> None:
+        if dist.get_rank() == 1:
+            Loader.load_state_dict = refuse  # type: ignore[method-assign]  # what the test is about
+        train(tmp_path, 4)
+
+    def refuse(loader: Loader, state: dict[str, int]) -> None:
+        raise ValueError("sample 2 is gone")
+
+    on_ranks(2, body)
+    with pytest.raises(RankError, match="sample 2 is gone"):
+        on_ranks(2, again)
+
+
 def test_the_last_snapshot_that_is_damaged_is_no_reason_to_begin_anew(tmp_path: Path) -> None:
     on_ranks(2, train, tmp_path, 2)
     (file,) = snapshots(tmp_path)[2].glob("__0_0.distcp")
