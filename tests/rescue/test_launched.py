@@ -17,7 +17,7 @@ from tests.soak import also
 from yafsdp_cc.rescue.memory import folder_of_run
 
 SCRIPT = """
-import os, signal, sys, time, torch, torch.distributed as dist, yafsdp_cc
+import multiprocessing, os, signal, sys, time, torch, torch.distributed as dist, yafsdp_cc
 from datetime import timedelta
 dist.init_process_group("gloo", timeout=timedelta(seconds=10))
 rank = dist.get_rank()
@@ -36,7 +36,7 @@ for step in range(rescue.restore(), 10):
     optimizer.zero_grad()
     rescue.step()
 if rank == 0:
-    print("loss", loss.item().hex(), torch.get_num_threads())
+    print("loss", loss.item().hex(), torch.get_num_threads(), multiprocessing.get_start_method())
 """
 FAULTS = {
     "killed": "os.kill(os.getpid(), signal.SIGKILL)",

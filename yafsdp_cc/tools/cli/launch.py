@@ -63,8 +63,7 @@ def main(argv: list[str]) -> int:
     given = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not left_out}
     settings = _settings(parser, given)
     options = argparse.Namespace(**_by_precedence(defaults, given, settings, _from_slurm(parser)))
-    # made before anything asks for GPUs: a process that has done so cannot be forked
-    forks.install(None if options.start_method == "spawn" else forks.ForkServer())
+    forks.install(is_forking=options.start_method != "spawn")
     ranks = _check(parser, options, torchrun.determine_local_world_size)
     # divide the cores among the ranks; torchrun gives each rank one thread, and warns
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))

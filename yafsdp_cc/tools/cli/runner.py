@@ -31,8 +31,7 @@ def main() -> None:
     """Run the program named on the command line as ``__main__``."""
     if "YAFSDP_CC_JOIN" in os.environ:
         _join_lab(os.environ.pop("YAFSDP_CC_JOIN"))
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     signal.signal(signal.SIGINT, _interrupt_once)
     if "YAFSDP_CC_LOG" in os.environ:
         log = open(os.environ["YAFSDP_CC_LOG"], "a")  # noqa: SIM115 (as long as this process is there)
@@ -42,6 +41,12 @@ def main() -> None:
         _run_and_record(sys.argv[1:])
     except KeyboardInterrupt:
         _leave_quietly()
+
+
+def end_with_parent() -> None:
+    """Have the kernel kill this process when the one that has started it ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _join_lab(machines: str) -> None:

@@ -1,0 +1,20 @@
+"""Imported by the process that ranks are forked from, and by no other: all that a rank imports before its first step.
+
+The process computes nothing, and asks for no GPU: a fork of it is as good as a new process.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch._dynamo  # noqa: F401  # the first step of any optimizer imports it
+
+import yafsdp_cc.api
+import yafsdp_cc.checkpoint.load
+import yafsdp_cc.checkpoint.save
+import yafsdp_cc.rescue.rescue
+import yafsdp_cc.tools.metrics  # noqa: F401
+from yafsdp_cc.tools.cli.runner import end_with_parent
+
+os.setsid()  # a signal for the process group of a terminal is for the launcher and the ranks
+end_with_parent()
