@@ -222,6 +222,28 @@ def test_the_last_snapshot_that_is_damaged_is_no_reason_to_begin_anew(tmp_path: 
         on_ranks(2, train, tmp_path, 2)
 
 
+@pytest.mark.parametrize("compression", ["int8", also(None)])
+def test_memory_is_as_planned(tmp_path: Path, compression: str | None) -> None:
+    def body() -> None:
+        folder = tmp_path / f"node-{dist.get_rank()}"
+        os.environ[MEMORY] = str(folder)
+        model = nn.Sequential(nn.Linear(500, 501), nn.Linear(501, 502))
+        yafsdp_cc.shard(model, units=[nn.Linear], compression=compression)
+        optimizer = torch.optim.AdamW(model.parameters())
+        rescue = yafsdp_cc.Rescue(model, optimizer, every=1)
+        rescue.restore()
+        for step in range(3):
+            model(torch.ones(1, 500)).sum().backward()
+            optimizer.step()
+            rescue.step()
+            rescue._wait()
+            held = sum(each.stat().st_size for each in folder.rglob("*"))
+            planned = yafsdp_cc.plan_of(model).snapshot_bytes * 2 * min(2, step + 1)
+            assert 0.99 * planned < held < 1.02 * planned, (held, planned)
+
+    on_ranks(2, body)
+
+
 def test_a_first_start_says_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert on_ranks(2, train, tmp_path, 1)[0]["began"] == 0
     assert capfd.readouterr().err == ""

@@ -43,6 +43,7 @@ def plan_for(state: FSDPState) -> Plan:
     trainable = [flat for flat in flats if flat.trainable]
     on_device = [flat for flat in flats if not isinstance(flat, HostFlatParam)]
     traffic = _traffic(state)
+    adamw_bytes = 2 * sum(nbytes_of(param.local) for param in state.params if param.parameter.requires_grad)
     held: Counter[str] = Counter()
     for flat in flats:
         for collective in (flat.all_gather, flat.reduce_scatter, flat.all_reduce):
@@ -69,7 +70,8 @@ def plan_for(state: FSDPState) -> Plan:
         residual_bytes=held["residual"],
         owners=_owners(state),
         choices=tuple(state.collectives.planned_choices(trainable)),
-        adamw_bytes=2 * sum(nbytes_of(param.local) for param in state.params if param.parameter.requires_grad),
+        adamw_bytes=adamw_bytes,
+        snapshot_bytes=sum(nbytes_of(param.local) for param in state.params) + adamw_bytes + held["residual"],
         delta_bytes=context.gather.scratch.nbytes,
         transfer_bytes=0 if state.transfers is None else state.transfers.nbytes,
         host=None if state.transfers is None else _host(state),

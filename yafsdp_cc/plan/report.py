@@ -178,6 +178,9 @@ class Plan:
     """Arguments that a run file, the environment or the command line gave, each with its source."""
     dtypes: tuple[PlannedDtypes, ...] = ()
     """Dtypes of parameters, of the forward, and of what is sent."""
+    snapshot_bytes: int = 0
+    """Bytes of this rank's part of a snapshot by ``Rescue``, with AdamW's state: one copy is on the host, and up to
+    four are in the node's memory, of this rank and of that whose buddy it is."""
     whole_elements: int = 0
     """Elements of the whole model, including parts that tensor or expert parallelism puts on other ranks."""
 
@@ -236,6 +239,7 @@ class Plan:
         if self.replicas == 1:
             del sent["replicas"]
         optimizer = f"An AdamW optimizer would add {human(self.adamw_bytes)} ({self.adamw_bytes:,} bytes)"
+        snapshot = f"A snapshot of Rescue takes {human(self.snapshot_bytes)}, up to four times, in /dev/shm"
         whole = max(self.whole_elements, self.elements)
         held = "" if whole == self.elements else f", of which these ranks hold {self.elements:,}"
 
@@ -260,7 +264,7 @@ class Plan:
             optimizer += f", {human(self.host.adamw)} of it in host memory"
         if self.arguments:
             parts.append("\n".join(["arguments that are no defaults", *map(str, self.arguments)]))
-        parts.append(f"{optimizer}." + (f"\nChosen now: {self.chosen}." if self.chosen else ""))
+        parts.append(f"{optimizer}.\n{snapshot}." + (f"\nChosen now: {self.chosen}." if self.chosen else ""))
         return "\n\n".join(filter(None, parts))
 
 
