@@ -40,7 +40,7 @@ def parallelize(
             )
     if parallelism.spmd_backend == "full_dtensor":
         raise NotImplementedError(
-            'yafsdp_cc shows models plain tensors: spmd_backend "spmd_types" or "partial_dtensor"'
+            'modules get plain tensors here, no DTensors: set spmd_backend to "spmd_types" or "partial_dtensor"'
         )
     axis = "dp_shard" if parallelism.spmd_backend == "spmd_types" else "fsdp"
     mesh = parallel_dims.get_mesh(["dp_replicate", axis] if parallel_dims.dp_replicate > 1 else axis)

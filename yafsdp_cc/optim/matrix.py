@@ -276,7 +276,7 @@ class MatrixOptimizer(Optimizer):
         rows = spec.global_shape[-2]
         parts = tuple(self.parts(spec.name, rows))
         if sum(parts) != rows or min(parts) < 1:
-            raise ValueError(f"'{spec.name}' has {rows} rows, which are not {parts} together")
+            raise ValueError(f"'{spec.name}' has {rows} rows, and splits={parts} must add up to that")
         return parts
 
     # State
