@@ -41,12 +41,12 @@ Operation: TypeAlias = "tuple[str, str, tuple[bool, ...], tuple[float, ...]]"
 """What must be alike on all ranks: kind, name of the group, which parameters require the gradients that the operation
 sums, and by what each sum is divided."""
 Describe: TypeAlias = "Callable[[CommHandle | None], str]"
-"""Says what this rank is doing, and which operation it waits for."""
+"""Function that says what this rank is doing, and which operation it waits for."""
 
 _SHOWN = 6
 """Number of operations, and of frozen parameters, that an error names for each rank."""
 _KNOWN = 1 << 16
-"""Largest number of paths and contexts in ``followers``: all ranks clear theirs at the same operation."""
+"""Largest number of entries of ``followers``, which all ranks clear at the same operation."""
 _AGREED, _DIFFERENT = "agreed", "different"
 
 
@@ -56,25 +56,25 @@ class Agreement(StepState):
     Args:
         rank: index of this rank among ``ranks``.
         ranks: global ranks of the model.
-        group: process group of some or all of ``ranks``; fake groups and groups played in Python are never asked.
+        group: process group of some or all of ``ranks``; over fake groups and ones written in Python nobody is asked.
         device: device of the tensors that the group communicates.
     """
 
     count: int = history(0)
-    """Number of operations."""
+    """Number of operations (collectives and noted decisions) so far."""
     path: int = history(0)
     """Hash of the operations since the last final reduce."""
     context: int = history(0)
     """Hash of the last eight operations."""
     hashes: dict[Operation, int] = history(dict)
     followers: dict[int, int] = history(dict)
-    """Hash of the operation that has followed each path and each context the last time."""
+    """For each ``path`` and each ``context``, the hash of the operation that followed it the last time."""
     last: deque[Operation] = history(partial(deque, maxlen=_SHOWN))
 
     def __init__(self, rank: int, ranks: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> None:
         self._rank, self._ranks, self._world, self._store = rank, list(ranks), len(ranks), _get_default_store()
         self.has_peers = self._world > 1 and not is_python_group(group) and backend_of(group, device) != "fake"
-        """Whether other ranks answer questions."""
+        """Whether there are other ranks that answer questions over the store."""
         self._key = f"yafsdp_cc/fingerprint/{zlib.crc32(repr(list(ranks)).encode())}"
         if self.has_peers:
             # A clone has a connection of its own: skip_together blocks that of the default store.
@@ -83,7 +83,7 @@ class Agreement(StepState):
                 self._store.set_timeout(timeout)
             # Every rank of the model makes its agreements in the same order, so the numbers of one agreement are equal.
             self._key += f"/{self._store.add(f'{self._key}/times of {rank}', 1)}"
-        self._questions = itertools.count()  # no history that a batch could take back: no key is used twice
+        self._questions = itertools.count()  # not ``history``, which a skipped batch takes back: keys are used once
         self._answered = ""
 
     def hash(self, operation: Operation) -> int:
@@ -108,7 +108,7 @@ class Agreement(StepState):
         return False
 
     def ask(self, operation: Operation, flats: Sequence[FlatParam], describe: Describe) -> None:
-        """Ask all ranks for their next operation: one number counts the answers and adds up the hashes."""
+        """Ask all ranks for their next operation: a number in the store counts the answers and adds up the hashes."""
         key = f"{self._key}/{next(self._questions)}"
         own = zlib.crc32(f"{self.hash(operation)} {self.path}".encode())
         try:
@@ -188,7 +188,7 @@ def wait_for_key(store: Store, key: str, world: int) -> str:
 
 
 _TIMEOUT, _GLANCE = 5.0, 0.05
-"""Seconds that all ranks together have to answer, and that each has at least."""
+"""Seconds that ``exchange_over_store`` waits for the texts of all ranks together, and at least for that of each."""
 _NAMED = 8
 """Ranks without an answer that an error names."""
 
@@ -197,7 +197,7 @@ def exchange_over_store(store: Store, key: str, rank: int, ranks: Sequence[int],
     """Tell the other ranks ``text`` where collectives no longer work.
 
     Returns:
-        Why that may be, and the texts of all ranks that answer, as lines.
+        The likely reason why collectives fail, and the texts of all ranks that answer, as lines.
     """
     until, answers = time.monotonic() + _TIMEOUT, []
     with suppress(RuntimeError, ValueError):  # the store may be gone with the rank or the launcher that held it

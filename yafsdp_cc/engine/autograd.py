@@ -139,7 +139,7 @@ def gate_tensors(
     through: Callable[[list[Tensor]], list[Tensor]], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments with every tensor that requires a gradient replaced by its output of ``through``."""
-    if not kwargs and len(args) == 1 and type(args[0]) is Tensor:  # most modules are called with one tensor
+    if not kwargs and len(args) == 1 and type(args[0]) is Tensor:  # a fast path: most calls have one tensor
         gated = through([args[0]] if args[0].requires_grad else [])
         return (tuple(gated) or args), kwargs
     tensors: list[Tensor] = []

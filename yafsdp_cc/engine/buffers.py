@@ -50,13 +50,13 @@ class Buffer:
         self.owner: object | None = None
         """Group whose weights or gradients the buffer holds or is being filled with; None: nobody's."""
         self.used_for = ""
-        """Name of the group that has taken the buffer last; a reduce still reads gradients that nobody owns."""
+        """Name of the group that took the buffer last, for errors; its reduce may still read a buffer without owner."""
         self.versions: tuple[int, ...] = ()
-        """Shard versions of the owner's weights in the buffer; they are stale once a shard has another."""
+        """Shard versions of the owner's weights in the buffer; weights are stale once their shard has a new version."""
         self.fills = 0
         """Number of times that any group filled the buffer."""
         self.filled_in = 0
-        """``GroupContext.passes`` at the last fill."""
+        """Number of forwards and backwards (``GroupContext.passes``) before the last fill."""
         self.expired: Collection[object] = ()
         """Each ``FlatParam`` of the owner that must be gathered anew though its version is in ``versions``."""
         self.users = 0

@@ -23,13 +23,14 @@ _SUMMED_DTYPES = (torch.float32, torch.float64)
 _SUM_PART = 1 << 19
 """Elements of a part of a sum on a CPU: 2 MiB of fp32, which fits in the processor's cache."""
 _PREPARED = 1 << 23
-"""Elements of a shard up to which it is cast on the caller's stream: 16 µs of an H100's."""
+"""Elements of a shard up to which it is cast on the caller's stream before its all-gather: 16 µs on an H100."""
 _CAST_PART = 1 << 20
-"""Elements that are cast to fp32 at once, of all ranks together."""
+"""Elements of all ranks' chunks together that a sum casts to fp32 at once."""
 
 
 def sum_scale(dtype: torch.dtype, world: int) -> int:
-    """Return a power of two to divide summands by: about √N in fp16, where sums overflow and gradients/N underflow."""
+    """Return a power of two to divide summands by: about √world in fp16, where sums overflow
+    and gradients / world underflow, else 1."""
     return 1 << ((world - 1).bit_length() + 1) // 2 if dtype == torch.float16 else 1
 
 
@@ -68,7 +69,7 @@ class ExactAllGather(AllGather):
         is_prepared, self._is_prepared = self._is_prepared, False
         if not is_prepared:
             source = self.flat.send_buffer(own, in_place=comm.is_gloo or comm.world == 1 or bool(chunks))
-        self.sent_bytes = (comm.world - 1) * own.nbytes  # subclasses send less than ``planned_bytes`` on average
+        self.sent_bytes = (comm.world - 1) * own.nbytes  # in subclasses ``planned_bytes`` are those of encoded weights
         return comm.all_gather(output, source, async_op, chunks)
 
 
@@ -89,7 +90,7 @@ class ExactReduceScatter(ReduceScatter):
         super().bind(context)
         comm = context.comm
         chunk = self._chunks[comm.rank] if self._chunks else self._numel // comm.world
-        # a local sum is in fp32 and needs no scale
+        # a local sum is in fp32, which does not overflow: no scale
         self._scale = sum_scale(self._dtype, comm.world) if comm.reduces_in_place else 1
         self._received_numel = chunk if comm.world == 2 else chunk * comm.world
         self._planned_bytes = (self._numel - chunk) * self._dtype.itemsize
@@ -121,7 +122,7 @@ class ExactReduceScatter(ReduceScatter):
     def finish(self, grads: Tensor) -> Iterator[tuple[int, Tensor]]:
         first, others = self._summands(grads)
         chunk = first.numel()
-        for start in range(0, chunk, self._part or 1):  # a rank may own no element
+        for start in range(0, chunk, self._part or 1):  # a rank may own no element: a step of 0 would raise
             numel = min(self._part, chunk - start)
             yield start, self._sum(first.narrow(0, start, numel), others.narrow(1, start, numel))
 

@@ -116,8 +116,8 @@ class Communicator:
     def all_to_all(self, received: Tensor, sent: Tensor, async_op: bool, chunks: Sequence[int] = ()) -> Works:
         """Send every rank its chunk of ``sent``.
 
-        ``received`` is [world * n] in rank order, where this rank's chunk has n elements; between two ranks [n], the
-        other's.
+        ``received`` is [world * n] in rank order, where this rank's chunk has n elements; between two ranks [n], what
+        the other sends.
         """
         if self._is_slow and self._prefers_messages(sent.nbytes):
             parts = [received] * 2 if self.world == 2 else list(received.view(self.world, -1))
@@ -204,9 +204,9 @@ class ScratchBuffers:
 
 
 class CommContext(NamedTuple):
-    """Communicator, scratch buffers and fingerprint that an assembly gives the collectives of one stream."""
+    """Communicator, scratch buffers and fingerprint that the engine gives to the collectives of one stream."""
 
     comm: Communicator
     scratch: ScratchBuffers
     record: Callable[[str, str], None]
-    """Adds an operation (kind, name of its group) to the fingerprint that ranks compare."""
+    """Function that adds an operation (kind, name of its group) to the fingerprint that ranks compare."""

@@ -84,7 +84,7 @@ class PartialReduceOutput(StepState):
     def issue_all_reduce(self) -> None:
         """Issue the all-reduce over replicas, whose result is added to ``.grad``."""
         stream = self._replicas.stream
-        # in a reduce's ``finish`` the current stream is that of reduces, which has written the sum; others have waited
+        # the current stream has written the sum (in a reduce's ``finish``), or has waited for the reduces
         stream.wait_for_caller()
         stream.issue(self.handle, partial(self.all_reduce.start, self.total), self._finish)
         self._replicas.count_bytes(self.all_reduce.sent_bytes)
@@ -113,7 +113,7 @@ class Replicas(StepState):
         self.outputs: list[PartialReduceOutput] = []
 
     def bind(self, flat: FlatParam) -> None:
-        """Make the partial sum of ``flat``, and direct sums over its shard's ranks to it."""
+        """Make the partial sum of ``flat``, and let the reduce-scatter of ``flat`` add to it."""
         assert flat.all_reduce is not None
         output = PartialReduceOutput(self, flat, flat.all_reduce)
         self.outputs.append(output)

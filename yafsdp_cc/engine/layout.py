@@ -47,10 +47,10 @@ if TYPE_CHECKING:
 
 
 ALIGNMENT = 256
-"""Elements of a codec's block, so that no block has elements of two parameters."""
+"""Elements of a codec's block, at multiples of which parameters begin: no block has elements of two parameters."""
 
 VECTOR = 32
-"""Elements that unencoded parameters are aligned to: 128 bytes in fp32, 64 bytes in bf16."""
+"""Elements at multiples of which unencoded parameters begin: 128 bytes in fp32, 64 bytes in bf16."""
 
 
 def align(numel: int, multiple: int = ALIGNMENT) -> int:
@@ -108,7 +108,7 @@ class Layout:
             for rank in ranks:
                 chunks[rank] += extent.numel // len(ranks)
             chunks[ranks[-1]] += -extent.numel % alignment
-        # secondary shards (hpZ) are equal parts of the buffer, whichever ranks own which matrices
+        # secondary shards (hpZ) are equal parts of the buffer: its length must be divisible by the ranks
         chunks[-1] += -offset % (alignment * world)
         return cls(tuple(extents), tuple(chunks))
 
@@ -189,7 +189,7 @@ class TensorParallel:
     """How tensor parallelism has divided a parameter; equal for parameters whose local tensors hold the same elements.
 
     A module's forward sees a DTensor on the tensor-parallel mesh, as ``parallelize_module`` made it; users see one of
-    the whole shape on both meshes.
+    the whole shape on the data-parallel and the tensor-parallel mesh.
 
     Args:
         mesh: mesh of the tensor-parallel ranks, of one dimension or several.
@@ -227,7 +227,7 @@ class TensorParallel:
     def _strides(self) -> tuple[int, ...]:
         return make_contiguous_strides_for(self.shape)
 
-    # activation checkpointing runs a forward again, with gradients, within a backward, where they are off
+    # a backward, where gradients are off, makes DTensors that a forward run again by checkpointing differentiates
     @torch.enable_grad()
     def wrap_unsharded(self, view: Tensor) -> DTensor:
         """Return the DTensor on the tensor-parallel mesh whose local tensor is ``view``; differentiable."""
@@ -324,7 +324,8 @@ class ShardSpec:
 
     @property
     def updated_shape(self) -> torch.Size:
-        """Shape of the tensor that a shard group updates: the parameter's, or the local one of a divided stack."""
+        """Shape of the tensor whose matrices the optimizer updates: this rank's part of a stack that tensor parallelism
+        has divided between matrices, else the whole tensor."""
         parallel = self.tensor_parallel
         return self.shape if parallel is None or not parallel.divides_matrices else parallel.shape
 
@@ -368,7 +369,7 @@ class ShardSpec:
         return self.local_of(full if self.tensor_parallel is None else self.tensor_parallel.local_of(full))
 
     def matches(self, other: ShardSpec) -> bool:
-        """Return whether local tensors of both hold the same elements of tensors of one shape."""
+        """Return whether local tensors of both specs hold the same elements of tensors of one shape."""
         divided = operator.attrgetter("shape", "bounds", "mesh", "tensor_parallel", "local_shape")
         return divided(self) == divided(other)
 

@@ -48,7 +48,8 @@ class FSDPParam(StepState):
     """
 
     is_withheld: bool = transient(False)
-    """Whether ``grad`` has sums that ``parameter.grad`` may show only when some rank is known to have used it."""
+    """Whether ``grad`` has sums that ``parameter.grad`` may show only once a rank is known to have used the
+    parameter."""
     written: bool = unreduced(False)
     """Whether a backward has written to ``unsharded_grad`` since the last reduce."""
 
@@ -74,13 +75,13 @@ class FSDPParam(StepState):
         )
         self.extent = extent
         self.index = -1
-        """Number of the parameter among all of the model."""
+        """Number of the parameter among all parameters of the model."""
         self.span = (0, 0)
         """Range of this rank's chunk that holds the parameter's elements."""
         self.flat: FlatParam | None = None
         """The flat buffer that the parameter is in; None where it is replicated."""
         self.engine: weakref.ref[object] | None = None
-        """The ``FSDPState`` of the present assembly (``state.engine_of``); the parameter may outlive it."""
+        """Weak reference to the parameter's present engine, an ``FSDPState`` (``state.engine_of``)."""
         self.parameter: nn.Parameter
         """The parameter that users see; its local tensor is ``local``."""
         self.local: Tensor
@@ -93,7 +94,7 @@ class FSDPParam(StepState):
         self.accepts_in: int | None = None
         """The backward (graph task) that ``unsharded_grad`` is for; None: any."""
         self.acquire_grad_buffer: Callable[[], None]
-        """Sets ``unsharded_grad``, unless the backward does not want the parameters' gradients."""
+        """Function that sets ``unsharded_grad``, unless the backward does not want the parameters' gradients."""
 
     @property
     def lies_in_shard(self) -> bool:
@@ -106,7 +107,7 @@ class FSDPParam(StepState):
         return all(module._parameters.get(attribute) is self.parameter for module, attribute in self.sites)
 
     def check_unchanged(self) -> None:
-        """Raise a ``RuntimeError`` if modules hold another parameter in its place, or it was moved out of the shard."""
+        """Raise a ``RuntimeError`` if modules hold another parameter in place of this one, or it left the shard."""
         if not self.is_held or not self.lies_in_shard:
             raise RuntimeError(
                 f"'{self.spec.name}' was replaced or converted after shard(), or this call is inside whole_parameters: "
@@ -158,14 +159,14 @@ class FSDPParam(StepState):
 
 
 def owner_of(spec: ShardSpec) -> FSDPParam | None:
-    """Return the parameter that is sharded by ``spec``; None if it is gone, or was never one of an engine."""
+    """Return the parameter that is sharded by ``spec``; None if the parameter is gone, or no engine's."""
     owner = None if spec.owner is None else spec.owner()
     assert owner is None or isinstance(owner, FSDPParam)
     return owner
 
 
 class Group(Protocol):
-    """The part of ``ParamGroup`` that collectives and messages need."""
+    """The part of ``ParamGroup`` that collectives and error messages need."""
 
     name: str
     registered: list[Sequence[Tensor]]
@@ -253,7 +254,7 @@ class ShardedGrad:
             if first >= last:
                 continue
             target = param.local_grad
-            if grad is not None:  # this may be a gradient that the user has assigned
+            if grad is not None:  # perhaps one that the user has assigned, of any class
                 if not isinstance(grad, type(param.grad)):
                     raise TypeError(
                         f"{param.spec} has a .grad that is a {type(grad).__name__} of shape {list(grad.shape)}: "
@@ -310,7 +311,7 @@ class FlatParam:
     """The parameters in the order of the buffer."""
     layout: Layout
     rank: int
-    """Rank that owns the chunk ``sharded``: this one."""
+    """This rank's number among those of a shard, by which it owns the chunk ``sharded``."""
     sharded: Tensor
     """[chunk] in the parameters' own dtype: this rank's shard, which the optimizer updates."""
     compute_dtype: torch.dtype
@@ -325,11 +326,11 @@ class FlatParam:
     all_gather: AllGather = field(init=False)
     reduce_scatter: ReduceScatter = field(init=False)
     all_reduce: AllReduce | None = field(default=None, init=False)
-    """Collective that sums partial sums over replicas. All three collectives are made at the first assembly."""
+    """Sum of partial sums over replicas; None without. ``sharding.assembly`` makes all three collectives."""
     reduce_context: CommContext = field(init=False)
-    """Communicator and scratch buffers of its reduces in the present assembly."""
+    """Communicator and scratch buffers of this flat parameter's reduces."""
     group: Group = field(init=False)
-    """Its ``ParamGroup`` in the present assembly; a replicated flat has none."""
+    """``ParamGroup`` of these parameters in the present engine; replicated ones have none."""
     add_sum: Callable[[Iterable[tuple[int, Tensor]], Sequence[bool]], None] = field(init=False)
     """Consumer of sums over the ranks of a shard: ``add_to_grad``, or with replicas ``PartialReduceOutput.add``."""
 
@@ -378,7 +379,7 @@ class FlatParam:
         return self.layout.numel
 
     def views(self, whole: Tensor) -> list[Tensor]:
-        """Return the parameters in a buffer of weights or gradients, each in its own shape."""
+        """Return views of ``whole``, a buffer of weights or gradients: one for each parameter, in its shape."""
         return [whole.narrow(0, place.offset, place.numel).view(place.shape) for place in self.layout.extents]
 
     def use_sharded(self, sharded: Tensor) -> None:
@@ -390,7 +391,8 @@ class FlatParam:
         return None
 
     def send_buffer(self, own: Tensor, *, in_place: bool) -> Tensor:
-        """Return the shard in the dtype of ``own``: the shard itself, or ``own`` [chunk] with a (cast) copy."""
+        """Return the shard in the dtype of ``own``: the shard itself, or, always if ``in_place``,
+        ``own`` [chunk] with a copy."""
         if not in_place and own.dtype == self.sharded.dtype:
             return self.sharded
         return own.copy_(self.sharded)
@@ -401,11 +403,11 @@ class FlatParam:
 
     @property
     def sum_collectives(self) -> Sequence[Collective]:
-        """Its reduce-scatter, and its all-reduce over replicas if it has one."""
+        """Collectives that sum the gradients: the reduce-scatter, and with replicas the all-reduce over them."""
         return (self.reduce_scatter,) if self.all_reduce is None else (self.reduce_scatter, self.all_reduce)
 
     def make_sharded_grad(self) -> ShardedGrad:
-        """Return the buffer of gradients; it is made when the first parameter becomes trainable."""
+        """Return the buffer of sharded gradients, which the first call makes: frozen parameters need none."""
         if self.sharded_grad is None:
             self.sharded_grad = ShardedGrad(
                 torch.zeros_like(self.sharded, dtype=grad_dtype_of(self.params)), self.params
@@ -459,8 +461,8 @@ class UnshardedParams:
         self._versions = [alias._version for alias in self._aliases]
         self.views = [view for flat, alias in zip(flats, self._aliases, strict=True) for view in flat.views(alias)]
         # Leaves that collect gradients of operations that reentrant checkpointing runs again. They are views, because
-        # autocast caches casts of leaves that are not, and would reuse a cast of older weights within one autocast
-        # context.
+        # autocast caches casts of leaves that are no views, and would reuse a cast of older weights within one
+        # autocast context.
         with torch.no_grad():
             self.leaves = [view.view_as(view) for view in self.views]
 

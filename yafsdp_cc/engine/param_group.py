@@ -4,7 +4,7 @@
     no gradients ──backward writes──► gradient buffer ──reduce──► sharded ``.grad``
 
 ``unshard`` and ``unshard_for_backward`` return weights that are ready; ``acquire_grad_buffer`` is called when the
-backward reaches the group, and ``reduce`` when the last gate of the group has run. ``state`` decides when to call each.
+backward reaches the group, and ``reduce`` when the group's last gate (``autograd``) has run; ``state`` decides when.
 [Note: overflow buffers] A group whose assigned buffer is in use gets one of its own, an overflow buffer, and
 ``Counters.overflow_buffers`` counts it: an enclosing group still computes in the buffer, a call of the same group is
 not over, or a second graph is alive. It costs memory and an all-gather, and never a wrong number. Its memory may have
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from yafsdp_cc.ranks.mesh import MeshInfo
 
 OF_ENGINE = "_is_of_yafsdp_cc"
-"""Attribute that the engine's own hooks of modules have."""
+"""Name of the attribute that marks the engine's own hooks on modules."""
 _graph_task = torch._C._current_graph_task_id
 _will_execute = torch._C._will_engine_execute_node
 _log = logging.getLogger("yafsdp_cc")
@@ -57,9 +57,9 @@ class _ContextStep(StepState):
     in_forward: bool = transient(False)
     """Whether a forward of the root, or of a group by itself, is under way."""
     last_reduce: CommHandle | None = transient(None)
-    """Handle of the reduce or deferral that was issued last in the backward under way."""
+    """Handle of the last issued reduce, or storing of gradients for a later one (``_defer``), of this backward."""
     in_flight: list[Buffer] = transient(list)
-    """Gradient buffers that the reduce stream may still read; overflow buffers have no other reference."""
+    """Gradient buffers that the reduce stream may still read; this list keeps overflow buffers alive."""
     reduced: list[tuple[FlatParam, list[bool]]] = unreduced(list)
     """Flat parameters reduced in this backward, and for each of their parameters whether this rank wrote it."""
 
@@ -78,7 +78,7 @@ class GroupContext(_ContextStep):
     fingerprint: CollectiveFingerprint
     """Record of the collectives that were issued, which ranks compare."""
     counters: Counters
-    """Counts for users, which continue from one assembly to the next."""
+    """Counts for users, which continue when the engine is made anew."""
     leaf_node: Any
     """Autograd's node of a leaf that a backward reaches if and only if it wants the parameters' gradients."""
     observers: tuple[Observer, ...] = ()
@@ -94,7 +94,7 @@ class GroupContext(_ContextStep):
     """Whether a profiler records ranges; read once per forward and backward."""
     has_warned: bool = False
     describe: Callable[[CommHandle | None], str] = field(init=False)
-    """Says what this rank is doing, and which operation it waits for: ``sharding.status.describe``."""
+    """Function that says what this rank is doing, and which operation it waits for: ``sharding.status.describe``."""
     _bound: set[FlatParam] = field(default_factory=set)
 
     @property
@@ -146,7 +146,7 @@ class GroupContext(_ContextStep):
         self.in_flight.append(buffer)
 
     def wait_for_reduces(self) -> None:
-        """Wait for all issued reduces and deferrals: the last one is behind all others on the stream."""
+        """Wait for all reduces and stores of gradients (``_defer``): the last one issued is last on the stream, too."""
         if self.last_reduce is not None:
             self.wait(self.last_reduce)
             if self.replicas is not None:
@@ -174,7 +174,7 @@ class GroupContext(_ContextStep):
         if not self.has_warned and self.gather.comm.rank == 0:
             keeping = [g for g in self.groups if not (g.spec.settings.reduces or g.is_alone_in_grad_buffer)]
             nbytes = sum(unsharded_grad_bytes([flat for flat in group.flats if flat.trainable]) for group in keeping)
-            is_planned = any(group.spec.role is not None for group in keeping)  # ``shard`` set the roles
+            is_planned = any(group.spec.role is not None for group in keeping)  # ``shard``, which plans, sets roles
             _log.warning(
                 "set_requires_gradient_sync(False) keeps unsharded gradients on every rank: %d bytes more per rank. "
                 "Where every micro-batch may be reduced, leaving it on costs none%s",
@@ -185,16 +185,16 @@ class GroupContext(_ContextStep):
 
 
 class ParamGroup(StepState):
-    """One group in one assembly of the engine; its ``role`` decides which buffers it takes."""
+    """One parameter group of an engine; its ``role`` decides which buffers it takes."""
 
     held: UnshardedParams | None = transient(None)
     """Weights gathered outside of a forward, by ``unshard()`` of the module."""
     registered: list[Sequence[Tensor]] = transient(list)
     """Weights that the modules show as their parameters, one entry per call under way, the innermost last."""
     registers_held: bool = transient(False)
-    """Whether the modules show the held weights."""
+    """Whether the modules show the weights in ``held``."""
     accepts_in: int | None = transient(None)
-    """The backward (graph task) that last asked whether to write gradients; -1 outside of one."""
+    """Graph task of the backward that last called ``acquire_grad_buffer``; None once it accepts no more gradients."""
     grads: UnshardedGrads | None = unreduced(None)
     """The gradient buffer, from the first gradient to the reduce."""
     deferred: dict[FlatParam, list[bool]] = unreduced(dict)
@@ -208,15 +208,15 @@ class ParamGroup(StepState):
         self.flats = spec.flats
         self.params: tuple[FSDPParam, ...] = tuple(param for flat in spec.flats for param in flat.params)
         self.index = -1
-        """Number among the groups of its role."""
+        """Number of this group among those of its role."""
         self.unsharded: UnshardedParams
-        """The weights in the assigned buffer."""
+        """The group's weights in the buffer that it is assigned."""
         self.is_alone_in_grad_buffer = False
         """Whether no other group writes gradients to this group's buffer."""
         self.replicated: tuple[FSDPParam, ...] = ()
         """Replicated parameters that the group's modules use."""
         self.uses_root_params = False
-        """Whether one of its modules uses a parameter of the root's group, tied to one elsewhere."""
+        """Whether a module of this group also holds a parameter of the root's group, as tied weights do."""
         self._looks_up = _look_up(spec.modules, self.params)
         self.forward_span, self.backward_span = Span("forward", name), Span("backward", name)
         self._gather_span, self._reduce_span = Span("gather", name), Span("reduce", name)
@@ -226,18 +226,18 @@ class ParamGroup(StepState):
         self.own_grad_buffer: Buffer | None = None
         """Buffer for gradients that are kept from one backward to the next, or are too large for the pool's."""
         self._known_grads: dict[tuple[tuple[FlatParam, ...], bool], UnshardedGrads] = {}
-        """Gradients in the pool's buffer or the group's own, by what they are of and whether the group keeps them."""
+        """Gradients in the pool's buffer or the group's own, by flat parameters and whether the group keeps them."""
         for param in self.params:
             param.acquire_grad_buffer = self.acquire_grad_buffer
 
     @property
     def trainable(self) -> bool:
-        """Whether one of the parameters that its modules use requires a gradient."""
+        """Whether one of the parameters that the group's modules use requires a gradient."""
         return any(param.parameter.requires_grad for param in (*self.params, *self.replicated))
 
     @property
     def unshards_in_backward(self) -> bool:
-        """Whether the backward of a forward that begins now needs the weights; a lookup's does for hooks alone."""
+        """Whether the backward of a forward that begins now needs the weights; an embedding's does only for hooks."""
         looks_up = self._looks_up and not any(map(_has_hooks, self.spec.modules))
         return self.spec.settings.unshards_in_backward and not looks_up
 
@@ -252,7 +252,7 @@ class ParamGroup(StepState):
         return buffer.owner is self and not buffer.expired and buffer.versions == self.versions()
 
     def expire(self, flats: Sequence[FlatParam]) -> None:
-        """Gather the weights of ``flats`` anew if gathered before the last pass ended, whatever their versions."""
+        """Let weights of ``flats`` that were gathered before the last forward or backward ended be gathered anew."""
         for unsharded in (self.unsharded, self.held):
             buffer = None if unsharded is None else unsharded.buffer
             if buffer is not None and buffer.owner is self and buffer.filled_in < self.context.passes:
@@ -301,7 +301,7 @@ class ParamGroup(StepState):
             if buffer.users and not needed:
                 return False
             if self.held is not None and self.held.buffer is buffer:
-                lent += 1  # the modules that show the weights show the new ones, too
+                lent += 1  # held weights are refilled in place, so that the modules show the new ones
             if buffer.users > lent:
                 raise RuntimeError(
                     f"the weights of unit '{self.name}' are needed where others are in use, as after an interrupted "
@@ -320,7 +320,8 @@ class ParamGroup(StepState):
         self.context.wait(unsharded.buffer.handle)
 
     def release(self, unsharded: UnshardedParams) -> None:
-        """End one use of the weights that ``unshard`` has returned; keep gradients on leaves of an overflow buffer."""
+        """End one use of the weights that ``unshard`` has returned; move gradients from leaves of an
+        overflow buffer to those of the assigned one."""
         buffer, stream = unsharded.buffer, self.context.gather_stream
         if unsharded is not self.unsharded:
             for leaf, kept in zip(unsharded.leaves, self.unsharded.leaves, strict=True):
@@ -345,7 +346,7 @@ class ParamGroup(StepState):
         if self.registers_held:
             self.registers_held = False
             self.register_sharded()
-            # a forward or backward under way shows them until it ends
+            # replicated parameters stay unsharded until a forward or backward under way ends
             for param in () if self.context.in_forward or _graph_task() != -1 else self.replicated:
                 param.register_sharded()
 
@@ -362,7 +363,7 @@ class ParamGroup(StepState):
         context, buffer, versions = self.context, unsharded.buffer, self.versions()
         held: Sequence[int | None] = buffer.versions if buffer.owner is self else (None,) * len(versions)
         # Frozen weights that the buffer still holds are not gathered again when other weights of the group, an
-        # adapter's for example, have changed. Deltas build on the weights in the buffer.
+        # adapter's for example, have changed. Encoded deltas are added to the weights that the buffer holds.
         stale = [
             (flat.all_gather, output, before, room)
             for flat, output, before, room, version in zip(
@@ -389,7 +390,7 @@ class ParamGroup(StepState):
         buffer.owner = None  # an all-gather that raises leaves the buffer without an owner, to be gathered anew
         if prepared := [(all_gather, output) for all_gather, output, *_ in stale if all_gather.prepares]:
             stream = context.gather_stream
-            buffer.handle.wait()  # nobody may have waited for what was prefetched
+            buffer.handle.wait()  # a prefetch into this buffer may still be under way
             stream.join(buffer.last_use)
             for all_gather, output in prepared:
                 all_gather.prepare(output)
@@ -414,19 +415,19 @@ class ParamGroup(StepState):
         # a later backward may read the buffer, and autograd refuses inference tensors
         with torch.inference_mode(False):
             buffer = Buffer(unsharded_bytes(self.flats), self.context.device, self.context.gather_stream)
-            # streams that read this memory before have finished with it at this point
+            # the first fill waits until streams that used this memory before have finished with it
             buffer.last_use = self.context.gather_stream.record()
             return UnshardedParams(buffer, self.flats)
 
     def leaves(self, unsharded: UnshardedParams) -> Sequence[Tensor]:
-        """Return the weights as leaves of a graph of their own."""
+        """Return the weights as autograd leaves, which require gradients where their parameters do."""
         for param, leaf in zip(self.params, unsharded.leaves, strict=True):
             if leaf.requires_grad is not param.parameter.requires_grad:
                 leaf.requires_grad_(param.parameter.requires_grad)
         return unsharded.leaves
 
     def register_unsharded(self, views: Sequence[Tensor]) -> None:
-        """Show these weights to the modules."""
+        """Show ``views`` of the weights to the modules."""
         self.registered.append(views)
         for param, view in zip(self.params, views, strict=True):
             param.register_unsharded(view)
@@ -469,7 +470,7 @@ class ParamGroup(StepState):
             param.unsharded_grad = view
 
     def flats_with_grads(self) -> tuple[FlatParam, ...]:
-        """Return what the next reduce sums: also what was frozen since gradients of it were deferred."""
+        """Return the flat parameters that the next reduce sums, also one frozen after its gradients were deferred."""
         return tuple(flat for flat in self.flats if flat.trainable or flat in self.deferred)
 
     def take_grads(self, flats: tuple[FlatParam, ...]) -> None:
@@ -479,7 +480,7 @@ class ParamGroup(StepState):
             context.bind_reduce(flat)
         keeps = not (self.spec.settings.reduces or self.is_alone_in_grad_buffer)
         if keeps and all(flat.reduce_scatter.defers for flat in flats):
-            keeps = False  # ``post_backward`` gives them to the reduce-scatters
+            keeps = False  # ``post_backward`` hands gradients to the reduce-scatters, which store them
         if (flats, keeps) not in self._known_grads:
             buffer = self.grad_buffer(unsharded_grad_bytes(flats), keeps=keeps)
             self._known_grads[flats, keeps] = UnshardedGrads(buffer, flats)
@@ -492,22 +493,22 @@ class ParamGroup(StepState):
             buffer = Buffer(unsharded_grad_bytes(flats), context.device, context.reduce_stream)
             self.grads = grads = UnshardedGrads(buffer, flats)
         grads.buffer.owner = self
-        context.wait(grads.buffer.handle)  # the previous owner's reduce has finished reading the buffer
+        context.wait(grads.buffer.handle)  # until the previous owner's reduce has read the buffer
         grads.buffer.used_for = self.name
 
     def grad_buffer(self, nbytes: int, *, keeps: bool = False) -> Buffer:
-        """Return the pool's gradient buffer; the group's own if it ``keeps`` gradients, or for more than fit (unfrozen
-        ones)."""
+        """Return the pool's gradient buffer; the group's own if it ``keeps`` gradients, or if ``nbytes`` do not fit, as
+        after parameters were unfrozen."""
         pool = self.context.grad_pools.get(self.role)
         if pool is not None and nbytes <= pool.buffer_bytes and not keeps:
             return pool.assigned(self.index)
         if self.own_grad_buffer is None or self.own_grad_buffer.data.nbytes < nbytes:
-            self._known_grads.clear()  # with views of the smaller buffer
+            self._known_grads.clear()  # they are views of the smaller buffer
             self.own_grad_buffer = Buffer(nbytes, self.context.device, self.context.reduce_stream)
         return self.own_grad_buffer
 
     def save_members(self) -> Callable[[], None]:
-        """Return a function that also gives the buffer of the gradients back to this group."""
+        """Return a function that restores the members, and makes this group the owner of its gradient buffer again."""
         restore_members, grads = super().save_members(), self.grads
 
         def restore() -> None:
@@ -600,7 +601,7 @@ class ParamGroup(StepState):
 def _look_up(modules: Sequence[nn.Module], params: Sequence[FSDPParam]) -> bool:
     """Return whether all ``modules`` are embeddings with plain weights, whose backward reads indices and no weights.
 
-    Their forward is asked, as the class of a sharded module is made of its own and FSDP2's. A ``weight`` that each
+    ``forward`` tells it, not the class, which sharding replaces by one of its own and FSDP2's. A ``weight`` that each
     forward makes of ``params``, as ``weight_norm`` and parametrizations do, has a backward that reads them.
     """
     embeddings = [each for each in modules if getattr(each.forward, "__func__", None) is nn.Embedding.forward]
@@ -612,14 +613,14 @@ def _look_up(modules: Sequence[nn.Module], params: Sequence[FSDPParam]) -> bool:
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    """Return whether hooks that are not the engine's run in forwards or backwards of ``module``: they may read it."""
+    """Return whether forwards or backwards of ``module`` run hooks that are not the engine's and may read weights."""
     kinds = module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
     others = any(not hasattr(hook, OF_ENGINE) for hooks in kinds for hook in hooks.values())
     return others or bool(_has_any_global_hook())
 
 
 def prefetch(groups: Sequence[ParamGroup]) -> None:
-    """Gather groups that are used soon, in this order, except into a buffer that an earlier one of them takes."""
+    """Gather the weights of ``groups``, which are used soon, in this order; no two of them into the same buffer."""
     taken: list[Buffer] = []
     for group in groups:
         if group.unsharded.buffer not in taken:

@@ -1,12 +1,12 @@
 """The protocols by which the engine calls collectives. ``compression`` implements them; the engine knows no more of it.
 
 Every ``FlatParam`` has an ``AllGather`` and a ``ReduceScatter``, and with replicas an ``AllReduce``.
-``spec.Collectives`` makes them: all-gathers at each assembly of the engine, sums at the first one, for as long as the
-``FlatParam`` lives. Each assembly ``bind``s them to its communicators and scratch buffers.
+``spec.Collectives`` makes all-gathers each time that a model's engine is assembled, sums the first time, for as long as
+the ``FlatParam`` lives. Each new engine ``bind``s them to its communicators and scratch buffers.
 
 Rules for implementations:
 
-1. ``start`` latches the mode that it runs in, and ``finish`` uses the latched mode.
+1. ``start`` latches the mode that it runs in (exact or encoded, say), and ``finish`` uses the latched mode.
 2. Modes, codecs and scales change in ``Observer.before_forward`` or in the optimizer, never between ``start`` and
    ``finish``. All ranks change alike.
 3. ``start`` raises only what all ranks raise, before it issues anything or changes a residual.
@@ -41,7 +41,7 @@ class Collective(ABC):
     """Whether a sum may bring gradients of a parameter that no rank has used, from residuals of error feedback."""
 
     def bind(self, context: CommContext) -> None:
-        """Use this communicator and these scratch buffers from now on. No collective may be in flight.
+        """Use the communicator and scratch buffers of ``context`` from now on. No collective may be in flight.
 
         Several all-gathers may be in flight at once: they may use scratch buffers within ``start`` and within
         ``finish``, but must keep nothing in them in between (``AllGather.scratch_bytes`` is for that). The engine runs
@@ -57,7 +57,7 @@ class Collective(ABC):
         """Return the bytes that this rank sends per operation once warm-up is over, on average."""
 
     def encoding(self) -> str:
-        """Return the name of the codec, for the memory plan; empty for exact numbers."""
+        """Return the name of the codec, for the memory plan; empty if numbers are sent exactly."""
         return ""
 
     def memory(self) -> Mapping[str, int]:
@@ -91,7 +91,7 @@ class AllGather(Collective):
             output: [world * chunk], in the dtype of the forward.
             held: version of the shard whose weights ``output`` still contains; None if it contains anything else. After
                 ``expire`` it may be the present version.
-            scratch: [scratch_bytes()] uint8 beside ``output``; None if that is none.
+            scratch: [scratch_bytes()] uint8 beside ``output``; None if that is 0 bytes.
             async_op: whether to return works to wait for; else the current stream waits.
         """
 
@@ -102,7 +102,7 @@ class AllGather(Collective):
         """Take note that an optimizer step changed the shard's version. Called in the same order on all ranks."""
 
     def expire(self) -> None:
-        """Take note that the shard may have changed without its version. Called in the same order on all ranks."""
+        """Take note that the shard may have changed, its version not. Called in the same order on all ranks."""
 
 
 class ReduceScatter(Collective):
@@ -110,7 +110,7 @@ class ReduceScatter(Collective):
 
     @property
     def defers(self) -> bool:
-        """Whether ``defer`` can store gradients in the present phase."""
+        """Whether ``defer`` can store gradients now; a warm-up, for one, sums them exactly."""
         return False
 
     @abstractmethod
@@ -125,8 +125,8 @@ class ReduceScatter(Collective):
         """Yield the sum over ranks [chunk] in parts: the offset of each, and the part, not divided by the number of
         ranks.
 
-        Parts are fp32 or fp64, and exact ones on CUDA perhaps bf16. The caller may change a part, which is valid until
-        the next is taken.
+        Parts are fp32 or fp64; those of an exact sum on CUDA may be bf16. The caller may change a part, which is valid
+        until the next is taken.
         """
 
     def defer(self, grads: Tensor) -> None:
@@ -135,7 +135,7 @@ class ReduceScatter(Collective):
 
 
 class AllReduce(Collective):
-    """Sums the partial reduce output of one ``FlatParam`` over replicas, in place: the same bits on all of them."""
+    """Sums the partial sum of one ``FlatParam`` over replicas, in place; all replicas get the same bits."""
 
     @abstractmethod
     def start(self, total: Tensor, async_op: bool) -> Works:
@@ -153,24 +153,27 @@ class Transfers(Protocol):
         """Bytes of the copies' own buffers on the device."""
 
     def wait(self) -> None:
-        """Block the host until it may read and write its own memory."""
+        """Block the host until the copies are over, so that it may read and write shards in its memory."""
 
 
 class Contents(Protocol):
     """The parameters and buffers that a model's modules hold."""
 
     is_written: bool
-    """Whether all parameters and buffers were seen to have values, in this assembly or an earlier one."""
+    """Whether all parameters and buffers were seen to have values, by this engine or an earlier one."""
 
     def check(self) -> None:
         """Raise if a parameter was replaced or converted, or a trainable one was added."""
 
 
 class Observer:
-    """Is called in the host thread of a forward or backward, in the same order on all ranks."""
+    """Object that the engine tells of its events, such as gathers and reduces, in the same order on all ranks.
+
+    Methods run in the host thread of the forward or backward.
+    """
 
     def assembled(self, state: object) -> None:
-        """The engine was assembled, perhaps anew; ``state`` is its ``FSDPState``. No collective is in flight."""
+        """The engine was made, perhaps anew; ``state`` is its ``FSDPState``. No collective is in flight."""
 
     def before_forward(self) -> None:
         """A forward of the root begins. Collectives may be issued here if each is ``record``ed in the fingerprint."""
@@ -179,7 +182,7 @@ class Observer:
         """A forward of the root with a graph is over."""
 
     def before_backward(self) -> None:
-        """The backward has reached the first output."""
+        """A backward has reached the model."""
 
     def before_gather(self, group: str, *, overflows: bool) -> None:
         """The all-gather of the parameter group ``group`` is about to be issued, perhaps to an overflow buffer."""

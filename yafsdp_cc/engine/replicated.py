@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class ReplicatedFlatParam(FlatParam):
-    """Replicated parameters of one dtype: every rank's chunk is the whole buffer. The forward may see copies of it.
+    """Replicated parameters of one dtype: every rank's chunk is the whole buffer. Forwards may see cast copies.
 
     Args:
         rest: arguments of ``FlatParam``; ``layout`` is that of a single rank.
@@ -50,7 +50,7 @@ class ReplicatedFlatParam(FlatParam):
         self.has_copies = copies is not None
         self.copied_version = self.seen_version = -1
         self.computed = sharded.detach() if copies is None else copies
-        """[numel], in the dtype of the forward."""
+        """Values that forwards see, [numel], in the dtype of the forward: the shard itself, or copies."""
         self.leaves = [param.local_range(self.computed) for param in self.params]
         """View of ``computed`` that forwards see of each parameter."""
 
@@ -160,7 +160,7 @@ class ReplicatedParams:
             flat.seen_version = flat.computed._version
 
     def register_unsharded(self, only: Iterable[FSDPParam] | None = None) -> tuple[list[FSDPParam], list[Tensor]]:
-        """Let the modules' forwards see the values in their dtype, of all parameters or ``only`` of some.
+        """Show the parameters in the dtype of the forward to the modules: all of them, or ``only`` some.
 
         Returns:
             The parameters that require a gradient, and the views of them that forwards see.
@@ -212,7 +212,7 @@ class ReplicatedParams:
         return self._totals.narrow(0, self._elements, len(flags))
 
     def _exchange(self, async_op: bool) -> Works:
-        comm, in_place = self._comm, self._comm.reduces_in_place  # NCCL's all-reduce: as it is in fp32, the same sum
+        comm, in_place = self._comm, self._comm.reduces_in_place  # NCCL: one all-reduce of fp32 or fp64
         for work in (comm.all_reduce if in_place else self._reduce_scatter.start)(self._summands, async_op):
             work.wait()
         total = self._summands if in_place else self._reduce_scatter.finish_whole(self._summands)
@@ -245,7 +245,7 @@ def usage_flags(reduced: Mapping[FSDPParam, bool], count: int, is_fed: Callable[
 
     Args:
         reduced: parameters whose sums were added in this backward, and whether this rank has written to them.
-        is_fed: whether a sum has brought something of a parameter that nobody may have used, by error feedback.
+        is_fed: tells whether error feedback has brought a gradient of a parameter that perhaps no rank has used.
     """
     flags = [0.0] * count
     for param, was_written in reduced.items():

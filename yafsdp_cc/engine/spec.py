@@ -1,5 +1,5 @@
-"""The specs of groups, their settings, and the factory of their collectives: all that outlives an assembly of the
-engine.
+"""Specs of parameter groups, their settings, and the factory of their collectives: what is kept when the engine of a
+model is made anew.
 
 ``sharding.shards`` makes a ``ParamGroupSpec`` for modules that are sharded together; ``sharding.assembly`` makes groups
 and an engine from the specs, anew whenever a setting changes that needs other buffers.
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 
 Role = Literal["block", "nested", "edge", "root"]
-"""Role of a group, which decides its buffers. Nested ones are modules without parts within another unit, such as a
-block's experts: they have buffers of their own."""
+"""Role of a parameter group, which decides the buffers that it takes. "nested": modules without submodules within
+another unit, such as a block's experts, which have buffers of their own."""
 
 
 SPEC = "_yafsdp_cc_spec"
@@ -40,7 +40,7 @@ SPEC = "_yafsdp_cc_spec"
 
 @dataclass(frozen=True)
 class PlannedChoice:
-    """The cost of encoding all gradients with one codec: bytes sent per step, and of residuals by their dtype."""
+    """The cost of encoding all gradients with one codec: bytes sent per step, and bytes of residuals by dtype."""
 
     codec: str
     reduce: int
@@ -51,7 +51,7 @@ class Collectives:
     """Factory of a model's collectives: exact ones, unless a subclass makes others."""
 
     alignment = ALIGNMENT
-    """Elements that parameters and chunks are aligned to."""
+    """Elements at multiples of which parameters and chunks begin in a flat buffer."""
 
     def flat_key(self, name: str) -> Hashable:
         """Return a key for the parameter of this full name: only parameters of equal keys share a ``FlatParam``."""
@@ -67,7 +67,7 @@ class Collectives:
         """Take over the groups of ``other``, of the same model; raise a ``ValueError`` if their settings differ."""
 
     def all_gather(self, flat: FlatParam, keeps_unsharded: bool) -> AllGather:
-        """Make the all-gather of ``flat``; ``keeps_unsharded`` as of ``check_group``."""
+        """Make the all-gather of ``flat``; ``keeps_unsharded`` if its weights stay in a buffer of their own."""
         return flat.extension_all_gather() or ExactAllGather(flat)
 
     def reduce_scatter(self, flat: FlatParam, has_replicas: bool) -> ReduceScatter:
@@ -88,7 +88,7 @@ class Collectives:
         return ()
 
     def describe_choice(self) -> str:
-        """Describe the codecs chosen during training in words; empty if none are chosen."""
+        """Return a text about the codecs chosen during training; empty if none are chosen."""
         return ""
 
 
@@ -98,7 +98,7 @@ EXACT = Collectives()
 
 @dataclass
 class GroupSettings:
-    """A group's settings that users may change at any time; some need other buffers, and so a new assembly."""
+    """A parameter group's settings, which users may change at any time; after some the engine is made anew."""
 
     keeps_after_forward: bool = False
     """Whether unsharded weights remain in a buffer of their own after the forward (``reshard_after_forward=False``)."""
@@ -108,7 +108,7 @@ class GroupSettings:
     secondary_ranks: int = 0
     """Number of neighbouring ranks that share a secondary shard of the unsharded weights (hpZ); 0 for none."""
     unshards_in_backward: bool = True
-    """Whether the backward reads the weights."""
+    """Whether the backward reads the weights, which are gathered for it then."""
     forward_prefetch: Sequence[ParamGroupSpec] = ()
     """Groups gathered when this group is about to run, in place of those that followed it the last time."""
     backward_prefetch: Sequence[ParamGroupSpec] = ()
@@ -120,9 +120,9 @@ class GroupSettings:
     allocates_from_group: bool = False
     """Whether buffers are memory of the process group that sends from them, registered with NCCL."""
     streams: dict[str, CommStream] = field(default_factory=dict)
-    """Streams of "all-gather", "reduce" and "all-reduce" that were needed so far; several roots may share them."""
+    """Streams for "all-gather", "reduce" and "all-reduce", each once it is needed; several roots may share them."""
     custom_all_gather: fsdp2.AllGather | None = None
-    """The user's own collective in place of the engine's, like ``custom_reduce_scatter``."""
+    """The user's own all-gather in place of the engine's; ``custom_reduce_scatter`` is that of gradients."""
     custom_reduce_scatter: fsdp2.ReduceScatter | None = None
 
     @property
@@ -133,7 +133,7 @@ class GroupSettings:
 
 @dataclass(eq=False)
 class ParamGroupSpec:
-    """Modules that were sharded together, their shards and settings. It outlives assemblies of the engine."""
+    """Modules that were sharded together, their shards and settings; kept when the engine is made anew."""
 
     name: str
     modules: tuple[nn.Module, ...]
@@ -143,16 +143,16 @@ class ParamGroupSpec:
     replicated: tuple[ReplicatedFlatParam, ...]
     collectives: Collectives
     role: Role | None = None
-    """Role of the group; None until the whole model is known."""
+    """Role of the group; None (after ``fully_shard``): decided once the whole model is known."""
     outer: ParamGroupSpec | None = None
-    """Spec of the next group around this one."""
+    """Spec of the innermost group around this one."""
     ignored: frozenset[nn.Parameter] = frozenset()
     """Parameters that were not sharded."""
     settings: GroupSettings = field(default_factory=GroupSettings)
 
     @property
     def parts(self) -> tuple[FlatParam, ...]:
-        """All flat buffers of parameters."""
+        """All flat parameters of the group, sharded and replicated."""
         return (*self.flats, *self.replicated)
 
     @property
@@ -161,7 +161,7 @@ class ParamGroupSpec:
 
     @property
     def outermost(self) -> ParamGroupSpec:
-        """The root's spec, as far as it is known yet."""
+        """Spec of the outermost sharded module around this group, as far as it is known yet."""
         return self if self.outer is None else self.outer.outermost
 
 
@@ -172,7 +172,7 @@ class Counters:
     gathered_bytes: int = 0
     """Number of bytes that this rank has sent for weights."""
     reduced_bytes: int = 0
-    """Number of bytes that this rank has sent for gradients, of replicated parameters, too."""
+    """Number of bytes that this rank has sent for gradients, those of replicated parameters included."""
     overflow_buffers: int = 0
     """Number of times that a group needed an overflow buffer because its assigned one was in use."""
     owned_bytes: int = 0
@@ -198,7 +198,7 @@ def spec_of(module: nn.Module) -> ParamGroupSpec | None:
 
 
 def specs_below(module: nn.Module) -> list[ParamGroupSpec]:
-    """Return the specs of ``module`` and the modules in it, in module order, except that its own comes last."""
+    """Return the specs of ``module`` and the modules in it, in module order, but that of ``module`` itself last."""
     found = dict.fromkeys(spec for inner in module.modules() if (spec := spec_of(inner)) is not None)
     own = spec_of(module)
     return sorted(found, key=lambda spec: spec is own)

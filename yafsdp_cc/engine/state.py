@@ -55,21 +55,21 @@ if TYPE_CHECKING:
     from yafsdp_cc.profiling import Handle
 
 STATE, GROUP = "_yafsdp_cc_state", "_yafsdp_cc_group"
-"""Attributes of sharded modules: their ``FSDPState``, and the ``ParamGroup`` whose forward theirs is (not the
-root's)."""
+"""Names of attributes of sharded modules: their ``FSDPState``, and the ``ParamGroup`` that their forward gathers (None
+for the root)."""
 
 _PACKAGE = Path(__file__).parents[1]
 _OWN_FOLDERS = tuple(map(str, (_PACKAGE / "engine", _PACKAGE / "sharding", Path(torch.__file__).parent / "_dynamo")))
 _MODULE_CALL = nn.Module.__module__
 _REPLICATED_SPAN = Span("replicated")
 _graph_task = torch._C._current_graph_task_id
-"""The backward under way in this thread, or -1."""
+"""Function that returns the id of the backward (autograd's graph task) under way in this thread, or -1."""
 _keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 _saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 def engine_of(param: FSDPParam) -> FSDPState | None:
-    """Return the engine that ``param`` is a parameter of; None before the first assembly, and where it is gone."""
+    """Return the engine that ``param`` is a parameter of; None before an engine is made, and once it is gone."""
     engine = None if param.engine is None else param.engine()
     assert engine is None or isinstance(engine, FSDPState)
     return engine
@@ -94,7 +94,7 @@ class _ModelStep(StepState):
     _seen: tuple[int, bool, bool] = history((0, True, True))
     """``steps`` at the last forward, whether gradients were enabled then, and whether the model was in training."""
     _keeps_grads: bool = unreduced(False)
-    """Whether a backward has left gradients for a later one to sum."""
+    """Whether a backward has left gradients that a later backward is to sum."""
     _has_new_grads: bool = history(False)
     """Whether a backward has made gradients final since the last forward."""
     _orders: dict[nn.Module, list[ParamGroup]] = history(dict)
@@ -103,7 +103,7 @@ class _ModelStep(StepState):
 
 @dataclass(eq=False, repr=False)
 class FSDPState(_ModelStep):
-    """The engine of one root module, in one assembly."""
+    """The engine of one root module; a setting that needs other buffers has another engine assembled in its place."""
 
     model: nn.Module
     """The root module."""
@@ -115,7 +115,7 @@ class FSDPState(_ModelStep):
     """Group of the sharded parameters that are in no other group; None if there are none."""
     replicated: ReplicatedParams
     collectives: Collectives
-    """Factory of the collectives of every group that is not exact; the exact factory where all groups are."""
+    """Factory of the collectives of all groups with compression; the exact factory (``spec.EXACT``) without any."""
     context: GroupContext
     """Communicators, streams and counters that the groups share."""
     leaf: Tensor
@@ -134,15 +134,15 @@ class FSDPState(_ModelStep):
         for index, param in enumerate(self.params):
             param.index = index
         self.outdated = False
-        """Whether a setting has changed that only another assembly applies."""
+        """Whether a setting has changed that takes effect only in another engine."""
         self.retired = False
-        """Whether another assembly has taken the parameters over."""
+        """Whether this engine has given up its buffers and parameters (``retire``)."""
         self.steps = 0
         """Number of steps of torch's optimizers over parameters of this engine, or over the memory of its shards."""
         self.post_optim_event: tuple[torch.Event, list[tuple[int, ...]]] | None = None
-        """Event that all-gathers wait for instead of the caller's stream, while weights have these versions."""
+        """Event that all-gathers wait for instead of the caller's stream, and the weights' versions that it covers."""
         self._iterations: weakref.WeakSet[IterationState] = weakref.WeakSet()
-        """Iterations whose graphs are alive: other ones on other ranks, as Python frees them when it likes."""
+        """Iterations whose graphs are alive on this rank; ranks may differ, as Python frees graphs when it likes."""
         self._orders[self.model] = [group for group in self.groups if group is not self.root_group]
         self.called = self.model
         """Module, the root or a part of it, whose forward was called last."""
@@ -150,7 +150,7 @@ class FSDPState(_ModelStep):
         """Groups that the forward of ``called`` has run."""
         self._cursor = 0
         self._leaf_stream = self.context.gather_stream.caller()
-        """Stream on which autograd ends ``leaf``, and which autograd joins with the stream around ``backward()``."""
+        """Stream of autograd's node of ``leaf``; at its end ``backward()`` makes the caller's stream wait for it."""
 
     def __repr__(self) -> str:
         what = "retired" if self.retired else self.context.describe(None)
@@ -186,9 +186,9 @@ class FSDPState(_ModelStep):
         return is_in_forward or (self.awaited_backwards > 0 and self._awaited_version == self._version())
 
     def may_retire(self) -> bool:
-        """Return whether another assembly may take over: nothing is under way, and no backward is awaited.
+        """Return whether another engine may take the parameters over: nothing is under way, and no backward is awaited.
 
-        This is a collective if the backwards of some forwards are awaited: ranks tell whether one still has a graph.
+        If backwards are awaited this is a collective: ranks tell whether a forward's graph is alive on any of them.
         """
         if self.iteration is not None or _graph_task() != -1 or not self.is_idle:
             return False
@@ -200,7 +200,7 @@ class FSDPState(_ModelStep):
         return True
 
     def retire(self) -> None:
-        """Release all buffers: another assembly takes the parameters over."""
+        """Release this engine's buffers, so that another one may take the parameters over."""
         is_under_way = self.iteration is not None or self.interrupted or not self.is_idle
         if is_under_way or self.backwards or any(group.held is not None for group in self.groups):
             self.reset()
@@ -212,15 +212,16 @@ class FSDPState(_ModelStep):
         self.context.release()
 
     def _version(self) -> int:
-        """Return what changes whenever a weight does."""
+        """Return the sum of all shards' versions, which rises whenever torch sees a write to a weight."""
         return sum([flat.sharded._version for flat in (*self.flats, *self.replicated.flats)])
 
     # A forward of the root module ----------------------------------------------------------------------------------
 
     def pre_root_forward(self, called: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any, Callable[[Any], Any]]:
-        """Before a forward of the root module, or of the part of it that was ``called``."""
+        """Begin a forward of the root module, or of the part of it that was ``called``; return its arguments, and the
+        function to run on its output."""
         self.drop_interrupted()
-        if self.iteration is not None:  # called from within its own forward
+        if self.iteration is not None:  # the model was called within its own forward
             return args, kwargs, lambda output: output
         iteration = None
         if _graph_task() == -1:
@@ -239,12 +240,12 @@ class FSDPState(_ModelStep):
         return args, kwargs, partial(self.post_root_forward, iteration, forward)
 
     def post_root_forward(self, iteration: IterationState | None, forward: GroupForward | None, output: Any) -> Any:
-        """After a forward of the root module, also after one that raised (with None); return what callers get.
+        """End a forward of the root module, also one that raised (``output`` is None then); return what callers get.
 
         Args:
             iteration: None where activation checkpointing has run the forward again.
-            forward: of the root's own group, if it has one.
-            output: of the module.
+            forward: forward of the root's own group, if it has one.
+            output: output of the module.
         """
         if forward is not None:
             assert self.root_group is not None
@@ -266,7 +267,7 @@ class FSDPState(_ModelStep):
         self.contents.check()
         context = self.context
         context.traces = profiler._is_profiler_enabled or NVTX_LISTENS
-        for observer in context.observers:  # the first may raise, for a batch that others skip: nothing has expired yet
+        for observer in context.observers:  # one raises if another rank has failed: before weights expire
             observer.before_forward()
         self.expire_weights()
         self.replicated.refresh()
@@ -277,7 +278,7 @@ class FSDPState(_ModelStep):
             context.gather_stream.wait_event(stepped[0])
         if stepped is None or stepped[1] != [group.versions() for group in self.groups]:
             context.gather_stream.wait_for_caller()  # the optimizer's step is on the caller's stream
-        self._caller = _Caller()  # before the iteration: ``drop_interrupted`` finds an interrupt by the caller
+        self._caller = _Caller()  # set first: by it ``drop_interrupted`` finds an interrupt from here on
         self.iteration = iteration = IterationState(self)
         self._iterations.add(iteration)
         context.in_forward = True
@@ -307,7 +308,7 @@ class FSDPState(_ModelStep):
             if not group.spec.settings.keeps_unsharded:
                 group.expire(group.flats)
             elif not keeps:
-                # An evaluation is to leave deltas as they are.
+                # After a step, all-gathers of deltas go on from the weights that the buffer holds.
                 flats = (flat for flat in group.flats if not (steps and flat.all_gather.builds_on_held))
                 group.expire([flat for flat in flats if flat.trainable])
 
@@ -353,7 +354,7 @@ class FSDPState(_ModelStep):
     # A forward of a group ------------------------------------------------------------------------------------------
 
     def pre_forward(self, group: ParamGroup, args: Any, kwargs: Any) -> tuple[Any, Any, GroupForward]:
-        """Before a forward of a group's module: weights in place, inputs cast and gated."""
+        """Begin a forward of a group's module: put weights in place, cast and gate the inputs."""
         policy = group.spec.policy
         dtype = policy.param_dtype if policy.cast_forward_inputs else None
         if _graph_task() != -1:
@@ -414,7 +415,7 @@ class FSDPState(_ModelStep):
         return output
 
     def _gate(self, call: GroupCall, args: Any, kwargs: Any) -> tuple[Any, Any, Sequence[Tensor]]:
-        """Return the inputs behind the group's gate, and the weights behind ``Narrow``."""
+        """Return the inputs behind the group's gate, and views of weights behind ``Narrow`` nodes (``autograd``)."""
         group, iteration = call.group, call.iteration
         if iteration.anchor is None:
             iteration.gate([])
@@ -435,7 +436,7 @@ class FSDPState(_ModelStep):
         return args, kwargs, views
 
     def _pre_recomputation(self, group: ParamGroup) -> GroupForward:
-        """Before a forward that activation checkpointing runs again inside the backward.
+        """Begin a forward that activation checkpointing runs again inside the backward.
 
         The graph of this forward is thrown away, so nothing is gated. The backward reads the tensors that this forward
         saves, so the buffer is kept until the backward is over.
@@ -465,7 +466,7 @@ class FSDPState(_ModelStep):
                 "would read are gone by then. Compute gradient penalties on an unsharded model"
             )
         backward = self.enter_backward()
-        if not backward.wants_grads:  # its root gate may never be reached
+        if not backward.wants_grads:  # the root gate, which does this otherwise, may never be reached
             self._stop_awaiting(iteration)
         return backward
 
@@ -538,13 +539,13 @@ class FSDPState(_ModelStep):
             group.stop_accepting_grads()
         stream = context.gather_stream.caller()
         if stream is not None and self._leaf_stream is not None and stream != self._leaf_stream:
-            # autograd joins streams of gradients that flow; those of sharded parameters have stopped at the gates
+            # autograd waits for streams on which gradients reach leaves; those of sharded parameters stop at ``Narrow``
             self._leaf_stream.wait_event(stream.record_event())
         self._end_backward(backward)
 
     @property
     def final_reduce(self) -> str:
-        """What ranks compare of the reduce behind which gradients are final: a rank may have skipped a backward."""
+        """Name of the reduce behind which gradients are final; ranks compare it, as one may have skipped a backward."""
         return f"replicated parameters, backwards awaited: {self.awaited_backwards}"
 
     def _make_grads_final(self) -> None:
@@ -575,7 +576,7 @@ class FSDPState(_ModelStep):
         hand_out_grads(reduced, totals if has_peers else None)
 
     def _is_fed(self, param: FSDPParam) -> bool:
-        """Return whether error feedback has brought something of a parameter that nobody may have used."""
+        """Return whether error feedback has brought a gradient of ``param``, which perhaps no rank has used."""
         if param.flat is None or not any(each.feeds_back for each in param.flat.sum_collectives):
             return False
         self.wait_for_transfers()
@@ -619,7 +620,7 @@ class FSDPState(_ModelStep):
             for collective in (flat.all_gather, *flat.sum_collectives):
                 collective.reset()
         self.wait_for_transfers()
-        context.gather_stream.wait_for_caller()  # an interrupted user of a buffer has recorded no event
+        context.gather_stream.wait_for_caller()  # an interrupted user of a buffer has recorded no event to wait for
         for group in self.groups:
             group.reset()
         self.replicated.reset()
@@ -648,7 +649,7 @@ def _hook_outputs(
     """Return ``output`` of a module in ``dtype``, with ``hook`` on each tensor that requires a gradient.
 
     Args:
-        address: of a weight buffer, which will be refilled: views of it are copied.
+        address: address of a weight buffer, which will be refilled: outputs that are views of it are copied.
     """
     if dtype is None and hook is None and address is None:
         return output
@@ -668,7 +669,7 @@ def _hook_outputs(
 class IterationState:
     """One forward of the root and the backwards through it: the root gate, and the calls of groups behind it.
 
-    The gate is made on the first use of its anchor. Its backward is the last one of all: when it returns, every
+    The root gate is made when its anchor is used first. Its backward node runs last of all: when that returns, every
     gradient is final.
     """
 
@@ -676,17 +677,17 @@ class IterationState:
         self.state = state
         self.calls: list[GroupCall] = []
         self.trained: list[FSDPParam] = []
-        """Replicated parameters behind the gate."""
+        """Replicated parameters whose gradients pass through the root gate."""
         self.trains = False
         """Whether an input or a parameter has required a gradient so far, by what is equal on all ranks."""
         self.has_gate = False
-        """Whether a backward may come."""
+        """Whether the root gate was made, so that a backward may come."""
         self.awaited_version: int | None = None
         """Version of the weights at this forward, while it is counted in ``awaited_backwards``."""
         self._pending: Counter[ParamGroup] = Counter()
         """Number of calls of each group that the backward has not ended."""
         self._steps: list[tuple[GroupCall, bool]] = []
-        """Plan of the backward: calls, each with whether it ends or begins at this point."""
+        """Plan of the backward: calls in order, each with True where it ends and False where it begins."""
         self._next = 0
         self.anchor: Tensor | None = None
         """Input of every group's gate, so that the backward runs the root gate after all of them."""
@@ -734,7 +735,7 @@ class IterationState:
         return (*grads[:inputs], *(None for _ in self.trained))
 
     def advance(self, backward: Backward, call: GroupCall | None, *, ends: bool) -> None:
-        """Run the plan up to the begin or the end of ``call``; to its end if ``call`` is None."""
+        """Run the plan of the backward up to where ``call`` begins or, with ``ends``, ends; None: the whole plan."""
         if not self._steps:
             self._plan_backward()
         place = len(self._steps) - 1 if call is None else call.places[ends]
@@ -812,7 +813,7 @@ class GroupCall:
         return iteration
 
     def pre_backward(self, iteration: IterationState, _: Tensor | None = None) -> None:
-        """Handle that a gradient has reached an output."""
+        """Handle that a gradient has reached an output of this forward of the group."""
         state, group = iteration.state, self.group
         backward = state.reach(iteration)
         if self not in backward.reached:
@@ -855,9 +856,9 @@ class GroupCall:
         return grads
 
     def begin(self, backward: Backward) -> None:
-        """Put the weights back in place, and make room for gradients."""
+        """Begin the backward of this call: put the weights back in place, and make room for gradients."""
         group = self.group
-        if not self._is_packed:  # outside of a checkpoint: the backward has left every checkpoint that it was in
+        if not self._is_packed:  # in no checkpoint: the backward has left those it was in
             backward.release_recomputed()
         unsharded, uses_buffer = self.unsharded, False
         if self._is_packed and group in backward.recomputed:
@@ -867,7 +868,7 @@ class GroupCall:
             lent = sum(each.count_uses(unsharded) for each in others)
             uses_buffer = group.unshard_for_backward(unsharded, lent, needed=not self._is_packed)
             self._fills = unsharded.buffer.fills
-        # where nothing is gathered, a tensor's hook that reads a weight meets the sharded one, and no other group's
+        # where nothing is gathered, a tensor's hook that reads a weight gets the sharded one, not another group's
         are_gathered = self.needs_weights or self._is_packed
         group.register_unsharded(group.leaves(unsharded) if are_gathered else [p.parameter for p in group.params])
         if backward.wants_grads:
@@ -878,7 +879,7 @@ class GroupCall:
         backward.begun[self] = BegunCall(uses_buffer, span)
 
     def end(self, backward: Backward) -> None:
-        """Release the buffer: the backward has ended this call."""
+        """End the backward of this call: release its weight buffer."""
         group, begun = self.group, backward.begun.pop(self)
         if begun.span is not None:
             group.backward_span.end(begun.span)
@@ -915,18 +916,18 @@ class Backward:
         self.wants_grads = wants_grads
         self.reduces = reduces
         self.reached: set[GroupCall] = set()
-        """Calls of which this run has reached an output."""
+        """Forwards of groups (``GroupCall``) of which this backward has reached an output."""
         self.begun: dict[GroupCall, BegunCall] = {}
-        """Calls that this run has begun and not ended."""
+        """Forwards of groups (``GroupCall``) whose backward has begun and not ended in this run of autograd."""
         self.recomputed: dict[ParamGroup, list[UnshardedParams]] = {}
-        """Buffers that recomputed forwards use, by group."""
+        """Weights in use by forwards that activation checkpointing has run again, by group."""
 
     def plans(self, call: GroupCall) -> bool:
-        """Return whether the plan of its iteration begins and ends ``call``; else its outputs and gates do."""
+        """Return whether the iteration's plan begins and ends ``call``; else the call's own outputs and gate do."""
         return self.reduces and call.is_expected
 
     def end_calls(self, iteration: IterationState, index: int) -> None:
-        """End the calls of ``iteration`` after ``index``, and all of later iterations, that no plan ends.
+        """End calls that no plan ends: those of ``iteration`` after ``index``, and those of other iterations.
 
         autograd runs nodes from the latest to the earliest, so it has passed these calls. A call has not been ended by
         its own gate if no tensor behind that gate needed a gradient.

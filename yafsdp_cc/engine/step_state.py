@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class _Member:
     default: Any
-    """Value at first and after a drop, or a class or function that makes it."""
+    """Value at first and after ``drop_members``, or a class or function that makes it."""
     is_dropped: bool = True
     """Whether ``drop_members`` gives the member its default."""
     is_saved: bool = True
@@ -46,7 +46,7 @@ def history(default: Any) -> Any:
 
 
 class StepState:
-    """Base of classes whose class attributes ``transient``, ``unreduced`` and ``history`` declare."""
+    """Base of classes that declare members by ``transient``, ``unreduced`` and ``history`` (class attributes)."""
 
     def __new__(cls, *_: Any, **__: Any) -> Self:
         made = super().__new__(cls)

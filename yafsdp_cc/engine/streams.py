@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 Start: TypeAlias = Callable[[bool], Sequence["dist.Work"]]
-"""Function that issues collectives: takes whether to do so asynchronously, and returns the works then."""
+"""Function that issues collectives, asynchronously if its argument is true, and returns the works to wait for."""
 Finish: TypeAlias = Callable[[], None]
 """Function that consumes the results of the collectives."""
 
@@ -206,7 +206,7 @@ class PinnedReadback:
     copy.
 
     Args:
-        count: how many numbers.
+        count: how many numbers are copied at once.
         dtype: dtype of the numbers on the device.
     """
 

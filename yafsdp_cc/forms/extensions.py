@@ -217,7 +217,7 @@ class UnshardedForm(NamedTuple):
 class ExtensionAllGather(AllGather):
     """An all-gather of the tensors that ``fsdp_pre_all_gather`` returns: one collective for each, into its place.
 
-    Its constructor runs the extension once to learn their sizes, which is a collective if the extension's methods are.
+    The constructor runs the extension once to learn the sizes, which is a collective if the extension's methods are.
     """
 
     def __init__(self, flat: ExtensionFlatParam) -> None:
@@ -230,7 +230,7 @@ class ExtensionAllGather(AllGather):
         world = flat.layout.world
         inputs, metadata = self._pre_all_gather()
         self._inputs: list[Part] = []
-        """For each gathered tensor the first rank's part."""
+        """For each gathered tensor, the place of the first rank's part in the output."""
         end = 0
         for tensor in inputs:
             self._inputs.append(Part.of("", end, tensor))
@@ -286,7 +286,7 @@ class ExtensionAllGather(AllGather):
         self.flat.made = before._replace(form=form)
 
     def _check_signature(self) -> int:
-        """Return the number of arguments of ``fsdp_pre_all_gather``: in its first form it takes only the mesh."""
+        """Return the number of arguments of ``fsdp_pre_all_gather``: 1 (the mesh) in its older form, else 5."""
         signature = inspect.signature(self.flat.method("fsdp_pre_all_gather"))
         count = len(signature.parameters)
         if count not in (1, 5):
@@ -313,7 +313,7 @@ class ExtensionAllGather(AllGather):
         flat, world = self.flat, self.flat.layout.world
         outputs = tuple(self._gathered(output, part, world) for part in self._inputs)
         made, _ = flat.method("fsdp_post_all_gather")(outputs, metadata, flat.extension.dtype)
-        if made.shape != flat.shape:  # the gathered rows include padding
+        if made.shape != flat.shape:  # the gathered rows include padding: cut it off
             made = torch.as_strided(made, flat.shape, self._stride, 0)
         if made.shape != flat.shape:
             raise ValueError(

@@ -93,7 +93,7 @@ class HostTransfers:
     """Copies of replicated parameters, on the caller's stream."""
 
     def wait(self) -> None:
-        """Block the host until it may read and write its own memory."""
+        """Block the host until the copies are over, so that it may read and write shards in its memory."""
         for transfer in (self.weights, self.grads, self.replicated):
             transfer.wait()
 
@@ -110,7 +110,7 @@ class HostMemory:
     is_pinned: bool
     """Whether host memory is allocated page-locked."""
     transfers: HostTransfers = field(init=False)
-    """Transfers of the present assembly of the engine."""
+    """Transfers of the present engine."""
 
     @classmethod
     def of(cls, policy: OffloadPolicy | None, device: torch.device) -> HostMemory | None:
@@ -118,7 +118,7 @@ class HostMemory:
         return cls(policy.pin_memory and device.type != "cpu") if isinstance(policy, CPUOffloadPolicy) else None
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return a new buffer."""
+        """Return a new buffer of zeros in host memory."""
         return torch.zeros(numel, dtype=dtype, device="cpu", pin_memory=self.is_pinned)
 
 
@@ -176,7 +176,7 @@ class HostFlatParam(FlatParam):
         part = self.sharded.narrow(0, start, target.numel())
         if part.dtype == target.dtype:
             self.host.transfers.weights.to_device(target, part)
-        else:  # the staging buffer is only as large as casts to the dtype of the forward need
+        else:  # the staging buffer fits only casts to the dtype of the forward, so copy at once
             target.copy_(part)
 
     def make_sharded_grad(self) -> ShardedGrad:

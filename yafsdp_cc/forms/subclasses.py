@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 PLAIN = (nn.Parameter, Tensor, FakeTensor)
-"""Classes of plain parameters and plain local tensors; ``FakeTensor`` occurs in a rehearsal without memory."""
+"""Classes of plain parameters and plain local tensors; ``FakeTensor`` occurs in estimates of memory."""
 _ALIGNMENT = 64
 """Bytes: among a frozen parameter's bytes each inner tensor begins at a multiple of this."""
 
@@ -204,7 +204,7 @@ def _properties(parameter: nn.Parameter) -> Iterator[tuple[str, Any]]:
 
 
 SUBCLASS = "_yafsdp_cc_subclass"
-"""Name of an attribute of plain parameters that replace those of a subclass: their ``TensorSubclass``."""
+"""Name of the attribute of a plain parameter, in place of one of a subclass, that holds its ``TensorSubclass``."""
 
 
 def tensors_of(tensor: Tensor) -> list[Tensor]:
@@ -280,7 +280,7 @@ def plain_parameter(name: str, parameter: nn.Parameter) -> nn.Parameter:
         )
     values, layout = (parts[0], ()) if extends else _bytes_of(name, parameter, form, parts)
     plain = nn.Parameter(values.detach(), requires_grad=parameter.requires_grad)
-    if not form.names:  # a state dict stores the class's properties, which torch finds by name
+    if not form.names:  # torch looks up entries of state dicts such as ``weight.absmax`` on the parameter
         plain.__dict__.update(vars(parameter) | dict(_properties(parameter)))
     plain.__dict__[SUBCLASS] = TensorSubclass(form, extends, False, layout, parameter.size(), parameter.stride())
     return plain

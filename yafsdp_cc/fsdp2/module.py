@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 Model = TypeVar("Model", bound=nn.Module)
 
 _UNDO = "_yafsdp_cc_undo"
-"""Attribute of sharded modules: functions that undo what sharding has done to them."""
+"""Name of an attribute of sharded modules: functions that undo what sharding has done to them."""
 _OURS = ("_local_tensor", "shard_spec", "_is_param", SUBCLASS)
 """Entries that sharding makes in the ``__dict__`` of a sharded parameter; all others are users' and frameworks' own."""
 
@@ -67,7 +67,7 @@ class MisuseError(ValueError, AssertionError):
 
 
 class UnshardHandle(_UnshardHandle):
-    """The handle of an ``unshard(async_op=True)``."""
+    """What ``unshard(async_op=True)`` returns; its ``wait`` puts the unsharded weights in place."""
 
     def __init__(self, state: FSDPState, spec: ParamGroupSpec, group: ParamGroup | None) -> None:
         self._state = state
@@ -124,7 +124,7 @@ class ShardedModule(FSDPModule, nn.Module):
             async_op: return a handle at once; a forward waits by itself.
         """
         state, group, spec = current_state(self), group_of(self), spec_of(self)
-        if spec is None:  # modules sharded within this one have all parameters
+        if spec is None:  # modules sharded within this one hold all its parameters: nothing to gather
             return None
         if group is not None:
             unshard_until_reshard(group, elsewhere=state.awaits_backward)
@@ -149,7 +149,7 @@ class ShardedModule(FSDPModule, nn.Module):
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Set whether weights are dropped after forward and gathered again in backward, or keep a buffer to themselves.
 
-        The root's own weights always have one. A secondary shard, requested by a number, is dropped.
+        The root's own weights always have a buffer. A secondary shard, requested by a number, is dropped.
         """
         _check_bool("reshard_after_forward", reshard_after_forward)
         self._change_setting(recurse, "keeps_after_forward", not reshard_after_forward)
@@ -243,7 +243,7 @@ class ShardedModule(FSDPModule, nn.Module):
                 part.divisor = divisor
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Do nothing: gradients are always summed on the network and divided at the end."""
+        """Do nothing: collectives always sum gradients, which are divided at the end."""
         _check_bool("enable", enable)
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
@@ -428,7 +428,7 @@ def _specs_of(modules: Sequence[Any]) -> tuple[ParamGroupSpec, ...]:
 
 
 def _outdate(spec: ParamGroupSpec) -> None:
-    """Mark the engine to be assembled again before the next forward."""
+    """Mark the engine of ``spec``, if it has one, to be made anew before the next forward."""
     if (state := state_of(spec.modules[0])) is not None:
         state.outdated = True
 
@@ -662,7 +662,7 @@ def whole_parameters(model: nn.Module, *, write: bool = False) -> Iterator[None]
 
 @torch.no_grad()
 def _name_here(module: nn.Module, name: str) -> str:
-    """Return a name in a state dict with the prefixes of ``torch.compile``; checkpoint wrappers add their own."""
+    """Return the ``name`` of a state dict's entry with ``torch.compile``'s prefixes; checkpoint wrappers add theirs."""
     found: list[str] = []
     inner: nn.Module | None = module
     for part in name.split("."):
@@ -783,7 +783,7 @@ def _gathered_class(flat: ClassFlatParam, group: dist.ProcessGroup, everywhere: 
 
 
 def check_shows_shards(model: nn.Module, what: str) -> None:
-    """Reshard. Raise a ``RuntimeError`` inside ``whole_parameters``, where ``what`` would write to copies."""
+    """Reshard ``model``; raise a ``RuntimeError`` inside ``whole_parameters``, where ``what`` would write to copies."""
     if not isinstance(model, ShardedModule):
         return
     for spec in specs_below(model):
@@ -797,7 +797,7 @@ def check_shows_shards(model: nn.Module, what: str) -> None:
 
 
 def check_at_rest(state: FSDPState, what: str) -> None:
-    """Reshard. Raise a ``RuntimeError`` inside a forward or a backward."""
+    """Reshard the model; raise a ``RuntimeError``, that ``what`` is refused, inside a forward or backward."""
     if state.iteration is not None or torch._C._current_graph_task_id() != -1:
         raise RuntimeError(f"{what} inside a forward or backward: weights are whole there already")
     for spec in state.specs:

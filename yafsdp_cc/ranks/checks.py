@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def all_gather_objects(item: T, across: Sequence[dist.ProcessGroup]) -> list[T]:
-    """Return every rank's item, in the order of a mesh whose last dimension comes first.
+    """Return every rank's item, in row-major order of a mesh; ``across`` are its groups, the last dimension's first.
 
     Raises:
         RuntimeError: a rank does not take part.
@@ -39,10 +39,10 @@ def all_gather_objects(item: T, across: Sequence[dist.ProcessGroup]) -> list[T]:
 
 @contextmanager
 def refused_together(*across: dist.ProcessGroup) -> Iterator[None]:
-    """Refuse on every rank what one rank refuses within, so that none waits for it in vain.
+    """Raise on every rank what one rank raises within the block, so that no other waits for that rank in vain.
 
     Raises:
-        ValueError: on the other ranks, with that rank's message.
+        ValueError: on the other ranks, with the message of the rank that raised.
     """
     refusal: Exception | None = None
     try:
@@ -84,7 +84,7 @@ _CHECKSUM_BLOCK = 1 << 20
 
 
 def checksum(tensor: Tensor) -> int:
-    """Return a 64-bit sum of the tensor's bytes, each 32-bit word weighted by its place: swapped ones are seen too."""
+    """Return a 64-bit sum of the tensor's bytes, each 32-bit word weighted by its place, so that swapped words show."""
     data = tensor.contiguous().view(-1).view(torch.uint8)
     total = 0
     for block in data.split(_CHECKSUM_BLOCK):

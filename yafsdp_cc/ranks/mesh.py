@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Their names since 2.13, and before.
+# torch's names since 2.13, and the names before.
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
@@ -133,8 +133,9 @@ def broadcast_values(tensors: Sequence[Tensor], mesh: DeviceMesh) -> None:
 _GroupsByKey: TypeAlias = "weakref.WeakValueDictionary[Hashable, dist.ProcessGroup]"
 
 _groups_of: weakref.WeakKeyDictionary[dist.ProcessGroup, _GroupsByKey] = weakref.WeakKeyDictionary()
-"""torch holds groups until ``destroy_process_group()``, and no cache may hold them longer: a thread of gloo that is at
-work when the interpreter ends aborts the process. (The keys may live on: ``torch.distributed.nn`` holds the world.)"""
+"""Groups of ``group_once``, by parent group and key. Values are weak: after ``destroy_process_group()`` no cache may
+hold groups, as a thread of gloo that is at work when the interpreter ends aborts the process. (Parents may live on:
+``torch.distributed.nn`` holds the group of all ranks.)"""
 
 
 def group_once(parent: dist.ProcessGroup, key: Hashable, make: Callable[[], dist.ProcessGroup]) -> dist.ProcessGroup:
@@ -212,7 +213,7 @@ class PythonGroup:
 def allocate(nbytes: int, device: torch.device, group: dist.ProcessGroup | None = None) -> Tensor:
     """Return uninitialised memory; with a ``group``, from the allocator of its backend where that has one.
 
-    NCCL's registers the memory with the group's communicator: zero-copy transfers over NVLink and InfiniBand's SHARP.
+    NCCL's allocator registers it with the communicator: zero-copy transfers over NVLink and InfiniBand's SHARP.
     """
     if group is not None and nbytes and (backend := group._get_backend(device)).supports_tensor_alloc(device):
         memory: Tensor = backend.allocate_tensor(nbytes, dtype=torch.uint8, device=device)

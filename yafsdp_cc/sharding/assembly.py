@@ -60,21 +60,21 @@ if TYPE_CHECKING:
 
 
 ContextsByMesh: TypeAlias = "dict[DeviceMesh, tuple[CommContext, CommContext]]"
-"""Contexts of all-gathers and of reduces on each mesh; all meshes share streams and scratch buffers."""
+"""``CommContext`` of all-gathers and of reduces on each mesh; all meshes share streams and scratch buffers."""
 PARTS = "_yafsdp_cc_parts"
-"""Attribute of sharded modules: handles of the hooks on parts of them that may be called alone."""
+"""Name of an attribute of sharded modules: handles of the hooks on parts of them that may be called alone."""
 
 
 def state_of(module: nn.Module) -> FSDPState | None:
-    """Return the engine that ``module`` belongs to, even an outdated one; None if there is none."""
+    """Return the engine that ``module`` belongs to, even an outdated one; None if none was made."""
     state: FSDPState | None = module.__dict__.get(STATE)
     return state
 
 
 def current_state(module: nn.Module) -> FSDPState:
-    """Return the engine that ``module`` belongs to, made now if there is none or it is outdated. A collective then.
+    """Return the engine that ``module`` belongs to, made now (a collective) if there is none or it is outdated.
 
-    A module without one becomes the root, unless it was sharded as a part of another.
+    A module without an engine becomes the root, unless it was sharded as a part of another.
     """
     state = state_of(module)
     if state is not None and not (state.outdated and state.may_retire()):
@@ -105,7 +105,7 @@ def assemble(model: nn.Module) -> FSDPState:
     specs = specs_below(model)
     _name(model, specs)
     take_back(specs)
-    # Earlier assemblies were checked on all ranks: a reassembly does not make the host wait for them.
+    # A model that has an engine was checked on all ranks before: no need for the host to wait for them again.
     with refused_together(*(() if state_of(model) is not None else all_groups(specs[-1].info.mesh))):
         _check(model, specs)
     collectives = _join_collectives(specs)
@@ -282,7 +282,7 @@ def _derived_group(info: MeshInfo, size: int) -> dist.ProcessGroup:
     group = info.shard_group
     first = group.rank() // size * size
     members = dist.get_process_group_ranks(group)[first : first + size]
-    timeout = timeout_of(group)  # the replicas' group takes the shard group's timeout, not torch's default
+    timeout = timeout_of(group)  # that of the shard group, not torch's default
     return group_once(group, size, lambda: new_group(members, timeout))
 
 
@@ -293,12 +293,12 @@ def _check_trial_exchange(
 ) -> None:
     """Send a few numbers the way that weights and gradients will go, on backends that may not support it.
 
-    It also makes NCCL's communicators, on every rank in the same order and while nothing else is in flight.
+    The exchange also makes NCCL's communicators, on every rank in the same order and while nothing else is in flight.
 
     Args:
         comms: communicators of all-gathers and of reduces, for each mesh.
         replicas: communicator of sums over replicas; None without replicas.
-        verdict: raises an error of one rank on all ranks; unused if nothing is sent.
+        verdict: context that raises an error of one rank on all ranks; unused if nothing is sent.
 
     Raises:
         ValueError: the exchange fails, or wrong numbers arrive, on any rank.

@@ -33,7 +33,7 @@ def find_blocks(model: nn.Module, paths_of: Paths) -> list[nn.Module]:
 
 
 def is_edge(module: nn.Module) -> bool:
-    """Return whether a layer reads its weight in its own ``forward`` only, and can so be gathered alone."""
+    """Return whether ``module`` is a layer that reads its weight only in its ``forward``, and can be gathered alone."""
     kind = type(module)
     conv1d = kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
     return (kind in EDGES or conv1d) and not module._modules
@@ -51,8 +51,8 @@ def is_called(module: nn.Module) -> bool:
 
 
 def named_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return modules that ``_fsdp_plan`` (``layers.*``) or ``_no_split_modules`` (class names) of the model or a part
-    name.
+    """Return modules that ``_fsdp_plan`` (``layers.*``) or ``_no_split_modules`` (class names) of the model, or of a
+    part of it, names.
 
     Only modules in a list count: both attributes also name embeddings and heads, which are units of another kind.
     """
@@ -110,7 +110,7 @@ def _listed(model: nn.Module) -> list[nn.Module]:
 
 
 def _outermost(model: nn.Module, chosen: Collection[nn.Module]) -> list[nn.Module]:
-    """Return the modules of ``chosen`` that are in no other one of them, in the model's order."""
+    """Return the modules of ``chosen`` that are inside no other one of ``chosen``, in the model's order."""
     wanted = set(chosen)
     paths = [path for _, path in walk(model) if path[-1] in wanted and wanted.isdisjoint(path[:-1])]
     return list(dict.fromkeys(path[-1] for path in paths))

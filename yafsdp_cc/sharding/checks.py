@@ -33,7 +33,7 @@ TRAINED_IN = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 def check_types(
     *, ignored_params: Collection[nn.Parameter] | None = None, **arguments: tuple[object, Any, str]
 ) -> None:
-    """Raise a ``TypeError`` that names the first of ``arguments`` (value, types, what it takes) of a wrong type."""
+    """Raise a ``TypeError`` that names the first wrong one of ``arguments``: name=(value, types, types in words)."""
     ignored = {
         f"ignored_params[{index}]": (each, nn.Parameter, "parameters themselves, not their names")
         for index, each in enumerate(ignored_params or ())
@@ -186,7 +186,7 @@ def check_subclasses(
         whole: parameters that must lie whole on one rank.
 
     Raises:
-        ValueError: a parameter cannot.
+        ValueError: a parameter cannot be sharded so.
     """
     for each in owned:
         subclass = subclass_of(each.parameter)

@@ -24,7 +24,7 @@ class ModelContents:
 
     Args:
         state: the engine of the model.
-        is_written: whether all parameters and buffers were seen to have values in an earlier assembly.
+        is_written: whether all parameters and buffers were seen to have values by an earlier engine.
     """
 
     def __init__(self, state: FSDPState, is_written: bool) -> None:
@@ -60,7 +60,7 @@ class ModelContents:
 
 
 def _added_parameters(model: nn.Module, ignored: Collection[nn.Parameter]) -> list[nn.Parameter]:
-    """Return unsharded parameters of a sharded ``model`` that were added since, those in ``ignored`` left out.
+    """Return the parameters that were added to ``model`` after it was sharded, those in ``ignored`` left out.
 
     Frozen ones may stay. A trainable one is refused, because every rank would train values of its own for it.
 

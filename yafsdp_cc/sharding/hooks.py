@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from yafsdp_cc.engine.state import FSDPState
 
 _functorch_stack = torch._C._functorch.peek_interpreter_stack
-"""The transforms of ``torch.func`` under way, or None."""
+"""Function that returns the transforms of ``torch.func`` under way, or None."""
 
 
 def pre_forward_of(
@@ -54,8 +54,8 @@ def pre_forward_of(
 def install_hooks(
     module: nn.Module, assemble: Callable[[nn.Module], FSDPState], part: nn.Module | None = None
 ) -> list[Any]:
-    """Run ``pre_forward_of`` around every forward of ``module``, or around those of a ``part`` of it that are called
-    from outside of that; return the handles of the hooks."""
+    """Run ``pre_forward_of`` around every forward of ``module``, or around those of a ``part`` of it that is called
+    from outside of a forward of ``module``; return the handles of the hooks."""
     hooked = module if part is None else part
 
     def pre_forward(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -89,7 +89,7 @@ def _shows_weights(module: nn.Module) -> bool:
         return False
     state.drop_interrupted()
     group: ParamGroup | None = module.__dict__.get(GROUP)
-    # weights that unshard() put in place do not count: a call needs its gates all the same
+    # weights that unshard() put in place do not count: a forward still needs its gates in the graph
     is_inside = state.iteration is not None if group is None else len(group.registered) > group.registers_held
     return is_inside or not state.params[0].is_held
 
@@ -107,7 +107,8 @@ def _explain_gated_write(error: BaseException) -> None:
 def _uncompiled(hook: Callable[..., Any], traced: bool) -> Callable[..., Any]:
     """Return ``hook`` kept out of compiled graphs: they continue without it if ``traced``, else they break there.
 
-    ``torch.compiler.disable`` runs only while something is compiled: its own cost is that of a hook.
+    The wrapper that ``torch.compiler.disable`` makes is called only under ``torch.compile``, as it costs as much as a
+    hook.
     """
     disabled: Callable[..., Any] = torch.compiler.disable(hook)
 

@@ -1,6 +1,6 @@
 """How fast the links between ranks are, and what is said over the store while it is unknown whether they work.
 
-Over slow links a communicator sends messages (``communicator``).
+Over slow links a communicator sends point-to-point messages (``communicator``).
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 PROBE_BYTES = 1 << 20
-"""Bytes that each rank sends to the next one."""
+"""Bytes that each rank sends to the next one to measure a link."""
 SLOW_LINK = 2e9
 """Bits per second of payload in each direction below which a link is slow."""
 PROBE_ROUNDS = 3
 """Number of probes of a link, of which the fastest counts: other load of the machine must not make it look slow."""
 _PROBE_TAG = 3
 _TIMEOUT = 5.0
-"""Seconds that ranks have to read a refusal before the rank that may hold the store raises it."""
+"""Seconds that a rank that raises waits for the others to read why in the store, which may end with its process."""
 
 
 def probe_links(group: dist.ProcessGroup, other: dist.ProcessGroup) -> None:
@@ -48,7 +48,7 @@ def _is_fast(group: dist.ProcessGroup) -> bool:
     rank, world = group.rank(), group.size()
     sent = torch.zeros(PROBE_BYTES, dtype=torch.uint8, device="cpu")
     received, seconds = torch.empty_like(sent), torch.zeros(1, device="cpu")
-    group.allreduce([seconds]).wait()  # all begin together
+    group.allreduce([seconds]).wait()  # a barrier: all ranks begin together
     for _ in range(PROBE_ROUNDS):
         start = time.perf_counter()
         works = [
@@ -66,19 +66,19 @@ def _is_fast(group: dist.ProcessGroup) -> bool:
 
 @contextmanager
 def refused_over_store(store: Store, key: str, rank: int, world: int) -> Iterator[None]:
-    """Refuse on every rank what one rank refuses within, as ``refused_together``, where collectives may not work.
+    """Raise on every rank what one rank raises within the block, like ``refused_together``, but without collectives.
 
     Args:
-        store: of all ranks.
-        key: of what is done within, the same on the ``world`` ranks that take part and used by no others.
+        store: store of all ranks.
+        key: name of what is done within, the same on the ``world`` ranks that take part and used by no others.
         rank: this rank's number among those that use the store.
         world: how many ranks take part.
 
     Raises:
-        ValueError: on the other ranks, with the message of a rank that refuses.
-        RuntimeError: a rank neither refuses nor comes through before the store's timeout.
+        ValueError: on the other ranks, with the message of a rank that raises.
+        RuntimeError: a rank neither raises nor leaves the block before the store's timeout.
     """
-    key = f"{key}/{store.add(f'{key}/times of {rank}', 1)}"  # ranks count alike: each time is a key of its own
+    key = f"{key}/{store.add(f'{key}/times of {rank}', 1)}"  # all ranks count alike: each use has a key of its own
     refusal: Exception | None = None
     try:
         yield
@@ -93,6 +93,6 @@ def refused_over_store(store: Store, key: str, rank: int, world: int) -> Iterato
     if refusal is not None:
         if store.add(f"{key}/read", 1) == world:
             store.set(f"{key}/over", "")
-        with suppress(RuntimeError):  # the process that raises first may hold the store
+        with suppress(RuntimeError):  # the store may be gone with the process that raised first
             store.wait([f"{key}/over"], timedelta(seconds=_TIMEOUT))
         raise refusal

@@ -60,8 +60,8 @@ class ReplicatedParamsOfMeshes(ReplicatedParams):
     """The replicated parameters of a root whose units have several meshes, each reduced over its own.
 
     Args:
-        own: those on the root's mesh, whose all-reduce also carries the flags that ranks exchange.
-        others: those on other meshes.
+        own: parameters on the root's mesh, whose all-reduce also carries the flags that ranks exchange.
+        others: parameters on other meshes.
     """
 
     def __init__(self, own: ReplicatedParams, others: Sequence[ReplicatedParams]) -> None:

@@ -88,10 +88,10 @@ def assign_owners(
         alignment: elements that shards begin at multiples of.
         keeps_unsharded: whether weights are gathered once per step. If not, units with fewer matrices than ranks are
             sharded evenly.
-        work: operations of one iteration that each rank has already; those assigned now are added.
+        work: floating-point operations per Newton-Schulz iteration that each rank has so far; new ones are added.
 
     Raises:
-        ValueError: ``ownership`` is something else, or a pattern fits no parameter, or one that is no matrix.
+        ValueError: ``ownership`` is none of these, or a pattern fits no parameter, or one that is no matrix.
     """
     if isinstance(ownership, str):
         if ownership not in (FLAT, MATRIX):
@@ -238,8 +238,8 @@ def _in_order(unit: _Members, work: Counter[int], world: int) -> dict[OwnedParam
 def _parts(owned: OwnedParameter, alignment: int) -> int:
     """Return the largest number of equal parts that a parameter may be divided into at aligned borders of its matrices.
 
-    A parameter whose rows or columns tensor parallelism has divided stays in one part: its ranks must have the same
-    owners.
+    A parameter whose rows or columns tensor parallelism has divided stays in one part: all tensor-parallel ranks
+    must have the same owner for it.
     """
     shape = _updated_shape(owned)
     if len(shape) < 3 or math.prod(shape) != present(owned.parameter).numel():

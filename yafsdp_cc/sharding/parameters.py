@@ -123,7 +123,7 @@ def check_shardable(parameters: Iterable[OwnedParameter]) -> None:
             reach = sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True)) + 1
             start = int(part.storage_offset()) * part.itemsize
             by_storage[part.untyped_storage()._cdata].append((start, start + int(reach) * part.itemsize, owned.name))
-    # parameters may share one allocation, as an LSTM's weights do, but no byte
+    # parameters may share an allocation, as an LSTM's weights do, but no byte of it
     for extents in by_storage.values():
         extents.sort(key=lambda extent: extent[0])
         for (_, end, name), (start, _, other) in pairwise(extents):

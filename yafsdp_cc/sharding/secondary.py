@@ -31,8 +31,8 @@ class SecondaryAllGather(AllGather):
 
     Args:
         inner: the all-gather over all ranks.
-        flat: the weights.
-        neighbours: this rank's group; its size divides the number of all ranks.
+        flat: parameters whose weights are gathered.
+        neighbours: process group of this rank and its neighbours; its size divides the number of all ranks.
         device: device of the weights.
     """
 

@@ -89,7 +89,7 @@ def shard_parameters(
         sharded: parameters to shard.
         replicated: parameters that each rank holds whole.
         plan: settings and owners.
-        role: role of the group; None if only the whole model shows it.
+        role: role of the group; None if it is known only once the whole model is.
     """
     host = plan.host
     make_sharded = FlatParam if host is None else partial(HostFlatParam, host)
@@ -109,7 +109,7 @@ def shard_parameters(
 def _flat_params(
     owned: Sequence[OwnedParameter], plan: ShardingPlan, make: Callable[..., Part], *, replicates: bool
 ) -> tuple[Part, ...]:
-    """Put ``owned`` into flat buffers, one per dtype; sharded ones also by training, ownership and codec."""
+    """Put ``owned`` into flat buffers, one per dtype; sharded ones also by whether trained, ownership, codec."""
     plan.prepare(owned)
     alike: dict[Hashable, list[OwnedParameter]] = defaultdict(list)
     for each in owned if replicates else sorted(owned, key=plan.parts_of):

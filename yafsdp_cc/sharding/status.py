@@ -71,7 +71,7 @@ def describe(context: GroupContext, waited: CommHandle | None = None) -> str:
     """Return what a rank is doing, and the phases of the groups that are not at rest, as lines.
 
     Args:
-        context: of the groups.
+        context: context of the groups.
         waited: the operation that the rank was waiting for; None: it is waiting for none.
     """
     doing = "in a forward" if context.in_forward else "between forwards and backwards"
@@ -98,7 +98,7 @@ def describe(context: GroupContext, waited: CommHandle | None = None) -> str:
 
 
 def _places(context: GroupContext) -> dict[Buffer, str]:
-    """Return what to call the buffers of all pools."""
+    """Return a name for each buffer of the pools, such as "block weight buffer 0"."""
     pools = {"weight": context.weight_pools, "gradient": context.grad_pools}
     return {
         buffer: f"{role} {kind} buffer {index}"

@@ -36,7 +36,7 @@ from yafsdp_cc.sharding.parameters import (
 )
 
 TAKE_TURNS = ("block", "nested")
-"""Roles with many units, which take two buffers in turn. Units of other roles have one buffer."""
+"""Roles with many units, which take two buffers in turn. Units of another role share one buffer."""
 Entry = str | type[nn.Module] | nn.Module | Sequence[nn.Module]
 Units = str | type[nn.Module] | nn.Module | Collection[Entry] | Callable[[str, nn.Module], bool]
 """``"auto"``; class names, ``*`` patterns over module names, or classes; modules; or a predicate (name, module)."""
@@ -204,7 +204,7 @@ def _divide(model: nn.Module, groups: list[tuple[nn.Module, ...]], paths_of: Pat
 
 
 def _innermost(paths: Iterable[Path], group_of: dict[nn.Module, tuple[nn.Module, ...]]) -> tuple[nn.Module, ...]:
-    """Return the innermost group that is on every path to the parameter; None if it is the root."""
+    """Return the innermost group that is on every path to the parameter; () if there is none but the root."""
     chains = [[group_of[module] for module in path if module in group_of] for path in paths]
     shared = set(chains[0]).intersection(*chains[1:])
     return next((group for group in reversed(chains[0]) if group in shared), ())

@@ -21,8 +21,8 @@ class SavedInChunks:
     """A tensor of which each rank saves and loads the chunks that its ``shard_spec`` names, as views of the local
     tensor.
 
-    A pickled shard is useless without the other ranks. Only multiprocessing's own pickler may send one to the process
-    that saves for this rank: its elements in shared memory, and which chunks they are.
+    A pickled shard is useless without the other ranks. Only multiprocessing's own pickler may send a shard to the
+    process that saves for this rank: its elements in shared memory, and which chunks they are.
     """
 
     _local_tensor: torch.Tensor

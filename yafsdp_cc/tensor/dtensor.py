@@ -186,7 +186,7 @@ class FlatDTensor(SavedInChunks, DTensor, metaclass=_EqualsDTensor):
         return whole.to(self.device)
 
     def _all_gather(self, bounds: tuple[int, ...]) -> torch.Tensor:
-        """Return a new tensor of ``shard_spec.shape``, on the mesh's device."""
+        """Return the unsharded tensor, a new one of ``shard_spec.shape`` on the mesh's device. A collective."""
         spec, local = self.shard_spec, self._local_tensor
         if type(local) not in PLAIN:
             return gather_class(local, spec)
@@ -312,7 +312,7 @@ def _follow_reduces() -> None:
         return
     for engine in engines:
         context = engine.context
-        # on a CPU, the thread that waits adds to the gradients
+        # on a CPU nothing is added behind the caller's back: the thread that waits adds to the gradients
         if context.last_reduce is not None and context.reduce_stream.is_ordered:
             context.last_reduce.wait()
             if context.replicas is not None:
@@ -323,7 +323,7 @@ def _follow_reduces() -> None:
 def _call_dispatch_of_subclasses() -> None:
     """Make torch before 2.12 call ``__torch_dispatch__`` of FlatDTensor and LazyReduction, which it never does.
 
-    It treats them as DTensor itself, whose operations are in C++ (pytorch/pytorch#177716), but first looks for a rule
+    It treats both as DTensor itself, whose operations are in C++ (pytorch/pytorch#177716), but first looks for a rule
     that the operator registered for the tensor's class.
     """
     holder: Any = simple_registry.GenericTorchDispatchRuleHolder
@@ -736,7 +736,7 @@ def _of_own_shape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> F
     if size is not None and tuple(size) != tuple(spec.global_shape):
         if spec.tensor_parallel is not None or func._schema.name not in ("aten::view", "aten::_unsafe_view"):
             _refuse(func, spec, f" of shape {list(size)}")
-        spec = replace(spec, shape=torch.Size(infer_size(size, spec.numel)))  # the shape alone changes
+        spec = replace(spec, shape=torch.Size(infer_size(size, spec.numel)))  # the bounds remain
         return _wrap(local.view(spec.local_shape), spec)
     if func._schema.name.startswith("aten::new_"):
         if func is aten.new_empty_strided.default:
@@ -782,7 +782,7 @@ def _sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LazyReduct
 def summand_of(flat: FlatDTensor, dtype: torch.dtype) -> Summand:
     """Return the input of a reduction over all elements of ``flat``."""
     spec = flat.shard_spec
-    counts = spec.bounds is not None or spec.rank == 0  # a replicated tensor counts once
+    counts = spec.bounds is not None or spec.rank == 0  # a replicated tensor counts on one rank alone
     return Summand(flat._local_tensor, counts, Across(spec.global_mesh, spec.groups), dtype)
 
 
@@ -859,7 +859,7 @@ def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     locals_ = [x._local_tensor if type(x) is FlatDTensor else x for x in tensors]
     specs = list(_specs_in(tensors))
     for kind in {spec.mesh.device_type for spec in specs} - {found_inf.device.type}:
-        # gradients are in host memory, to which GradScaler has copied its two numbers without waiting
+        # gradients are in host memory: wait for the copies of GradScaler's two numbers there
         torch.get_device_module(kind).synchronize()
     func(locals_, found_inf, inverse_scale)
     increment_version(locals_)
@@ -933,7 +933,7 @@ _UNSHARDED_OF = "_yafsdp_cc_unsharded_of"
 
 
 class UnshardedWeight(torch.Tensor):
-    """An unsharded weight that modules show outside of forwards. A write to it is lost, so that none may go unseen."""
+    """An unsharded weight that modules show outside of forwards. Writes to it are lost: they are counted or refused."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -944,7 +944,7 @@ class UnshardedWeight(torch.Tensor):
 
     @data.setter
     def data(self, _: torch.Tensor) -> None:
-        """Refuse.
+        """Refuse: what is assigned would be lost with the gathered weight.
 
         Raises:
             RuntimeError: always.
@@ -1020,7 +1020,7 @@ def follow_optimizers() -> None:
 
     seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
     begun: weakref.WeakKeyDictionary[Optimizer, dict[FlatParam, int]] = weakref.WeakKeyDictionary()
-    """Versions before the steps under way, by ``FlatParam``."""
+    """Versions of all shards before the steps under way, by optimizer."""
 
     def before(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         refusal, dims = _refusal_of(optimizer)

@@ -23,7 +23,7 @@ GradReduction: TypeAlias = Literal["mean", "sum", "same"]
 
 
 def reduction_of(spec: ShardSpec, placements: Sequence[Any] | None) -> GradReduction:
-    """Return how gradients are combined whose ``grad_placements`` are these.
+    """Return how ranks' gradients are combined if ``placements`` are their ``grad_placements``.
 
     Raises:
         NotImplementedError: a reduction other than a sum or mean.

@@ -67,7 +67,7 @@ def _convert(part: FlatParam, converted: Tensor, policy: MixedPrecisionPolicy) -
         converted = part.host.zeros(converted.numel(), converted.dtype).copy_(converted)
     part.use_sharded(converted)
     for param in part.params:
-        is_waiting = param.local.is_meta  # a parameter from the meta device has no values yet
+        is_waiting = param.local.is_meta  # sharded on the meta device and without values yet: it stays there
         param.local = param.local_range(converted)
         param.local = param.local.to("meta") if is_waiting else param.local
         _show(param.parameter, param)
@@ -106,13 +106,13 @@ def _show(tensor: Tensor, param: FSDPParam) -> None:
 
 
 def meta_params(part: FlatParam) -> Iterator[FSDPParam]:
-    """Yield the parameters that are still on the meta device."""
+    """Yield the parameters of ``part`` that are still on the meta device."""
     return (param for param in part.params if param.local.is_meta)
 
 
 @torch.no_grad()
 def take_back(specs: Sequence[ParamGroupSpec]) -> None:
-    """Move parameters back into their shards that have got memory of their own since.
+    """Move parameters into their shards that were sharded on the meta device and have got memory of their own since.
 
     ``to_empty`` on a module that is not sharded itself does that, for example when adapters are initialised after
     ``fully_shard``.
@@ -183,7 +183,7 @@ def _take_over_assigned(
     metadata: dict[str, Any],
     *_: Any,
 ) -> None:
-    """Hook before ``module`` loads: copy values into the parameters, and let it assign these."""
+    """Hook before ``module`` loads: copy values into the parameters, and have it assign the parameters themselves."""
     for attribute, param in params:
         value, subclass = state_dict.get(prefix + attribute), subclass_of(param.parameter)
         if subclass is None or not isinstance(value, Tensor) or type(value) in PLAIN or isinstance(value, DTensor):

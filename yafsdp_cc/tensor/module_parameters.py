@@ -1,6 +1,6 @@
 """``parameters()`` of a module gives the sharded parameters, or within a forward the tensors that it computes with.
 
-So does ``parameters()`` where modules show unsharded weights outside of a forward (``unsharded``).
+Where modules show unsharded weights outside of a forward (``tensor.unsharded``), it gives those.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ _LOOKS = {
 
 
 class CastWhenUsed(DTensor):
-    """A sharded parameter of another unit as a forward sees it, in the dtype that the unit under way computes in.
+    """A sharded parameter of another unit as a forward sees it, in the dtype that its own unit computes in.
 
     Reading dtype or shape costs nothing. Any other operation runs on the cast parameter, and gradients flow through it.
     """

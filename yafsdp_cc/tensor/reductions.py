@@ -225,7 +225,7 @@ class LazyReduction(DTensor):
 
 
 def _across_of(values: Sequence[Any]) -> Across | None:
-    """Return the ranks of the lazy numbers among arguments; None if any other tensor is among them."""
+    """Return the ranks that ``LazyReduction`` arguments are reduced over; None if there are other tensors, or lists."""
     found = [value for value in values if isinstance(value, (torch.Tensor, list, tuple))]
     lazy = [value for value in found if isinstance(value, LazyReduction)]
     return lazy[0]._partials.across if lazy and len(lazy) == len(found) else None
@@ -244,7 +244,7 @@ def _shown(
     mesh: DeviceMesh, shape: torch.Size, dtype: torch.dtype, device: torch.device
 ) -> tuple[torch.Tensor, DTensorSpec]:
     """Return the local tensor (of this dtype; partials are float64) and the spec that DTensor's constructor requires.
-    Nobody reads the local tensor's elements, so all lazy numbers of one kind share it."""
+    Nobody reads the local tensor's elements, so each ``LazyReduction`` of the same shape and dtype shares it."""
     local = torch.empty(shape, dtype=dtype, device=device)
     return local, DTensorSpec(mesh, (Replicate(),) * mesh.ndim, tensor_meta=TensorMeta(shape, local.stride(), dtype))
 
@@ -267,9 +267,9 @@ class Summand(NamedTuple):
 def reduce_lazily(
     summands: Sequence[Summand], kind: Reduction, of_locals: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 ) -> list[LazyReduction]:
-    """Return one lazy number, 0-d, for each tensor; ``of_locals`` maps tensors with elements to 0-d tensors.
+    """Return a ``LazyReduction``, 0-d, for each tensor; ``of_locals`` maps tensors with elements to 0-d tensors.
 
-    The number of a tensor subclass is that of its ``item()``.
+    Where ``of_locals`` gives a tensor subclass, its ``item()`` is the number.
     """
     present = [each.counts and each.local.numel() > 0 for each in summands]
     locals_ = [each.local for each, is_here in zip(summands, present, strict=True) if is_here]
@@ -287,7 +287,7 @@ def reduce_lazily(
 
 
 def local_norms(order: float, locals_: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Return the ``order``-norm of each of these plain tensors. Half-precision elements are summed in float32."""
+    """Return the ``order``-norm of each plain tensor of ``locals_``. Half-precision elements are summed in float32."""
     precise = max((torch.promote_types(local.dtype, torch.float32) for local in locals_), key=lambda d: d.itemsize)
     if len(locals_) == 1:
         return [torch.linalg.vector_norm(locals_[0], order, dtype=precise)]
@@ -374,7 +374,7 @@ def _kept_sum(func: Any, total: LazyReduction, args: tuple[Any, ...], kwargs: di
 
 
 def _stacked(tensors: Sequence[torch.Tensor], dim: int = 0) -> LazyReduction | None:
-    """Return stacked partials. Numbers that all ranks know already are counted by the first rank of all groups."""
+    """Return the stack of partials; None without any. Only the first rank adds numbers that all ranks know already."""
     unknown = [x._partials for x in tensors if isinstance(x, LazyReduction) and x._value is None]
     if not unknown:
         return None
@@ -383,7 +383,7 @@ def _stacked(tensors: Sequence[torch.Tensor], dim: int = 0) -> LazyReduction | N
         reduce(unknown)
         if any(partials.kind != kind for partials in unknown):
             return None
-        unknown = []  # FSDP2's norm may be a DTensor, too, if tensor parallelism divides some of the parameters
+        unknown = []  # ``reduce`` has made all known; the stack stays lazy (a DTensor)
     is_first = all(group.rank() == 0 for group in across.groups)
     rows = []
     for x in tensors:

@@ -46,7 +46,7 @@ def mark_unwritten(tensor: Tensor, local: Tensor | None = None) -> None:
 
 
 def check_written(model: nn.Module, params: Sequence[FSDPParam], mesh: DeviceMesh) -> None:
-    """Find marked tensors that were never written since. A collective.
+    """Find tensors that ``mark_unwritten`` marked and nothing has written to since. A collective.
 
     Raises:
         RuntimeError: ``model`` has such a parameter or buffer, or a buffer on the meta device. A ValueError if only
@@ -85,7 +85,7 @@ def _is_unwritten(tensor: Tensor, local: Tensor | None = None) -> bool:
     if local is None:
         local, version = local_tensor(tensor), tensor.__dict__[_VERSION]
         if version is not None and local._version != version:
-            return False  # a shard has its flat buffer's version, which tells nothing of the parameter
+            return False  # not of a shard: its version is that of the whole flat buffer
     filling, parts = _filling(local), list(_bytes_of(local))
     # the first byte differs in nearly every written tensor
     return bool(parts) and all(
