@@ -50,7 +50,7 @@ ENCODED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of unsharded weights that may be gathered encoded."""
 
 _UNKNOWN, _BEHIND = -2, -1
-"""Versions that no shard has: of no weights, and of weights resumed from a checkpoint some steps behind their shard."""
+"""Values in place of a version: no kept weights; kept weights of a checkpoint, some steps behind their shard."""
 
 _ON_CPU, _ON_CUDA = 1 << 18, 1 << 25
 """Elements of all ranks that are decoded at once: as many as fit in a processor's cache, or 128 MiB of fp32 on a GPU,
@@ -63,7 +63,7 @@ _DIFFERENCE, _CAST = "weight difference", "fp32 weights"
 
 
 class Messages:
-    """Places of the ranks' messages in one buffer; a message's length depends on its chunk's.
+    """Layout of the ranks' messages in one buffer; a message's length depends on that of the chunk it encodes.
 
     Args:
         size: function from the elements of a chunk to the bytes of its message.
@@ -75,14 +75,14 @@ class Messages:
         self._starts = list(accumulate(self._sizes, initial=0))
         self.nbytes = self._starts[-1]
         self.uneven: Sequence[int] = self._sizes if layout.uneven_chunks else ()
-        """Bytes of each message where they differ, else ()."""
+        """Bytes of each rank's message where their lengths differ, else ()."""
 
     def sent_bytes(self, rank: int) -> int:
         """Return the bytes that ``rank`` sends when all others receive its message."""
         return (self._layout.world - 1) * self._sizes[rank]
 
     def rows(self, messages: Tensor, weights: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """For each run of equal chunks yield the chunk, messages [ranks, bytes] and weights [ranks, elements]."""
+        """Yield for ranks with equal chunks: a chunk's elements, messages [ranks, bytes], weights [ranks, elements]."""
         for run in self._layout.runs():
             first, last = self._layout.starts[run.start], self._layout.starts[run.stop]
             sent = messages[self._starts[run.start] : self._starts[run.stop]]
@@ -90,7 +90,7 @@ class Messages:
 
 
 class RoundedAllGather(ExactAllGather):
-    """Gathers encoded weights in phases that encode, else exact ones."""
+    """All-gathers encoded weights while the schedule's ``Phase`` encodes, else exact ones."""
 
     has_finish = True
     prepares = False
@@ -132,7 +132,7 @@ class RoundedAllGather(ExactAllGather):
 
 
 class DeltaAllGather(ExactAllGather):
-    """Sends encoded deltas to the weights that every rank kept from the gather before, in phases that encode.
+    """Sends encoded deltas to the weights that every rank kept from the gather before, while the ``Phase`` encodes.
 
     Weights in an overflow buffer, which holds nothing that a delta could be added to, are gathered exactly.
     """
@@ -151,10 +151,10 @@ class DeltaAllGather(ExactAllGather):
         self.compression_error: CompressionError | None = None
         """Observer of messages while compression errors are measured; else None."""
         self._codec = codec
-        unit = 5 * codec.block  # ternary packs five blocks together
+        unit = 5 * codec.block  # parts are whole fives of blocks, which ternary packs together
         most = (_ON_CUDA if flat.device.type == "cuda" else _ON_CPU) // flat.layout.world
         self._part = max(most // unit, 1) * unit
-        """Elements of a part, one message of its own."""
+        """Number of elements of a part of a chunk; each part is a message of its own."""
         self._casts = flat.device.type == "cpu" and flat.compute_dtype != torch.float32
         """Whether torch would allocate an fp32 copy of kept weights in ``sub`` and ``add``; scratch then holds it."""
         self._resumed: tuple[Tensor, int] | None = None
@@ -164,7 +164,7 @@ class DeltaAllGather(ExactAllGather):
         begin, chunk = layout.starts[rank], layout.chunks[rank]
         spans = ((max(first - begin, 0), last - begin) for first, last in layout.gaps)
         self._gaps = [(first, min(last, chunk)) for first, last in spans if first < min(last, chunk)]
-        """Ranges of padding within this rank's chunk, whose difference is zero."""
+        """Ranges of padding within this rank's chunk, where the encoded difference is zero."""
         self._counts = counts_of(layout, codec.block, flat.device, range(rank, rank + 1))
 
     def bind(self, context: CommContext) -> None:
@@ -188,7 +188,7 @@ class DeltaAllGather(ExactAllGather):
         return super().planned_bytes() if self.always_exact else self._messages.sent_bytes(self.flat.rank)
 
     def watch(self) -> CompressionError:
-        """Observe messages from the next one on, until ``compression_error`` is None again."""
+        """Measure what messages lose from the next one on, until ``compression_error`` is None again."""
         kept = 1 - lost_share(self._codec.name, self._codec.block)
         self.compression_error = CompressionError(self.flat.device, kept)
         return self.compression_error
@@ -201,7 +201,7 @@ class DeltaAllGather(ExactAllGather):
             self._resumed = None
             if has_resumed := self._can_start_from(version):
                 comm, held = self.context.comm, version
-                if own.is_cuda:  # another stream allocated the memory of ``own``
+                if own.is_cuda:  # keep the stream that allocated ``own`` from reusing its memory too early
                     own.record_stream(torch.cuda.current_stream(own.device))
                 chunks = self.flat.layout.uneven_chunks
                 works += comm.all_gather(output, comm.own_chunk(output, chunks).copy_(own), async_op, chunks)
@@ -331,7 +331,7 @@ class StepTracker:
 
     def add(self, before: int, after: int) -> None:
         """Record that an optimizer step has changed the shard from version ``before`` to ``after``."""
-        # something else has changed the shard since the last step; a step within a step begins in the known range
+        # if the step begins outside the known range, something else has changed the shard (nested steps begin inside)
         if not self.first <= before <= self.last:
             self.first = before
         self.last = after

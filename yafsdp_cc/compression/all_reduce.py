@@ -157,9 +157,9 @@ class CompressedMean:
         self.rank: int = group.rank()
         self.chunk = layout.chunks[0]
         self.worker = Residual.zeros(self.world, self.chunk, torch.float32, codec.block, device)
-        """[world, chunk], what this rank's messages to the owner of each chunk have lost."""
+        """Residual [world, chunk]: what this rank's messages to the owner of each chunk have lost."""
         self.server = Residual.zeros(1, self.chunk, torch.float32, codec.block, device)
-        """[1, chunk], what this rank's messages of the mean of its own chunk have lost."""
+        """Residual [1, chunk]: what this rank's messages of the mean of its own chunk have lost."""
         self._group = group
         self._comm = Communicator(group, device)
         self._codec = codec

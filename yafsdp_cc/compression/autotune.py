@@ -42,11 +42,11 @@ if TYPE_CHECKING:
     from yafsdp_cc.engine.state import FSDPState
 
 FIRST, PERIOD = 3, 50
-"""Optimizer steps before the first tuning, and at most between later ones; the first ones are shorter."""
+"""Optimizer steps before the first tuning, and the most between two tunings; early ones follow each other sooner."""
 SAMPLES = 8
 """Number of backwards and steps before a tuning that are timed."""
 TOLERANCE = 0.01
-"""Share of a step that a reduce may stay exposed for less error; timings are no more exact than this."""
+"""Share of a step's time that a backward may lose for codecs of less error; timings are no more exact than this."""
 
 _log = logging.getLogger("yafsdp_cc")
 
@@ -64,7 +64,7 @@ _TRIAL = 1 << 20
 """Bytes that a rank sends in one trial exchange, at most: a tenth of a second at 100 Mbit/s."""
 _SMALL = 64
 _MOST = 8
-"""Number of small exchanges in a row: a switch lets a first burst through faster than its rate."""
+"""Most small exchanges that are timed in a row: one alone may be a burst that a switch lets through too fast."""
 
 
 def measure_link(context: CommContext, message_bytes: int) -> LinkCost:
@@ -77,7 +77,7 @@ def measure_link(context: CommContext, message_bytes: int) -> LinkCost:
     repeats = min(max(_TRIAL // (peers * size), 1), _MOST)
 
     def exchange(size: int, repeats: int) -> float:
-        """Return the best of three times: other work of the machine can only slow an exchange down."""
+        """Return the seconds of the exchanges, the best of three: other work of the machine can only slow them down."""
         for name in (RECEIVED, SENT):
             context.scratch.reserve(name, peers * size)
         received, sent = (
@@ -91,7 +91,7 @@ def measure_link(context: CommContext, message_bytes: int) -> LinkCost:
         found = []
         for _ in range(3):
             seconds = torch.tensor([_seconds(comm.device, *[run] * repeats)], dtype=torch.float64, device=comm.device)
-            # The sum is also a barrier: a rank that starts late would add its delay to the others' next times.
+            # The all-reduce is also a barrier: a rank that starts late would add its delay to the others' next times.
             comm.group.allreduce([seconds], dist.ReduceOp.MAX).wait()
             found.append(float(seconds))
         return min(found)
@@ -139,7 +139,7 @@ class BackwardTimer(CompressionObserver):
         super().__init__()
         self.enabled = False
         self._finished: deque[list[tuple[str, list[tuple[Any, Any]]]]] = deque(maxlen=SAMPLES)
-        """Groups of each finished backward, with (start, end) of the computation before the reduce, from ``_now``."""
+        """Each finished backward's groups, with the (start, end), by ``_now``, of what was computed before a reduce."""
         self._current: list[tuple[str, list[tuple[Any, Any]]]] | None = None
         """Groups of the backward under way, as in ``_finished``; None while it is not timed."""
         self._spans: list[tuple[Any, Any]] = []
@@ -164,7 +164,7 @@ class BackwardTimer(CompressionObserver):
             self._spans = []
 
     def after_reduce(self, group: str) -> None:
-        self._go_on()  # issuing the reduce took time, for encoding perhaps, that is not computation of the backward
+        self._go_on()  # only now: issuing the reduce, and perhaps encoding, is not computation of the backward
 
     def before_wait(self) -> None:
         self._waits |= self._stop()
@@ -183,7 +183,7 @@ class BackwardTimer(CompressionObserver):
         self._finished.clear()
 
     def medians(self) -> list[tuple[str, float]]:
-        """Return groups and seconds of computation before each, in the order of the last backward.
+        """Return each group and the seconds of computation before its reduce, in the order of the last backward.
 
         The seconds are medians over the backwards that had the same order.
         """
@@ -246,7 +246,7 @@ class Measurement(NamedTuple):
 # pipeline stages by hand.
 
 SLACK = 0.1
-"""A codec is kept if it is also right for a network that is faster or slower by this share."""
+"""A codec in use stays if it lies between the choices for a network faster and slower by this share."""
 _ROUNDING = 1e-9
 """Relative difference below which two times count as equal."""
 
@@ -271,13 +271,13 @@ class GroupCosts(NamedTuple):
     codecs: tuple[CodecCost, ...]
     """Costs of each codec: the first is exact, each later one has a larger error and takes less of the network."""
     waits_for: int = -1
-    """Index of the group whose reduce must have finished before this computation starts; -1: none."""
+    """Index of the group whose reduce must have finished before this group's computation starts; -1: none."""
 
 
 def backward_seconds(groups: Sequence[GroupCosts], picks: Sequence[int]) -> float:
     """Return how long a backward takes, the end of its last reduce included.
 
-    The network carries one reduce at a time. A thread that encodes (``host``) first waits for the reduce before.
+    The network carries one reduce at a time. A thread that encodes (``host``) first waits for the previous reduce.
 
     Args:
         picks: for each group, the index of its codec in ``codecs``.
@@ -291,14 +291,14 @@ def exposed_seconds(groups: Sequence[GroupCosts], picks: Sequence[int]) -> float
 
 
 def total_error(groups: Sequence[GroupCosts], picks: Sequence[int]) -> float:
-    """Return the relative squared error on average over elements. Args as of ``backward_seconds``."""
+    """Return the relative squared error of messages, averaged over elements. Args as of ``backward_seconds``."""
     return sum(group.codecs[pick].error for group, pick in zip(groups, picks, strict=True))
 
 
 def choose_codecs(
     groups: Sequence[GroupCosts], tolerance: float = 0.0, error_budget: float = float("inf")
 ) -> list[int]:
-    """Return the picks of least error with which a backward is at most ``tolerance`` seconds above the shortest.
+    """Return each group's index into its ``codecs``: least error within ``tolerance`` seconds of the shortest backward.
 
     Greedy. While the backward is longer, one of the reduces on its critical path takes the codec that adds the least
     error per second saved; among equals the last one in the backward, which delays no other reduce. Afterwards groups
@@ -322,7 +322,7 @@ def choose_codecs(
 def adjust_codecs(
     groups: Sequence[GroupCosts], current: Sequence[int], tolerance: float = 0.0, error_budget: float = float("inf")
 ) -> list[int]:
-    """Return picks as ``choose_codecs``, but keep those of ``current`` that suit a network off by ``SLACK``."""
+    """Return picks as ``choose_codecs`` does, but keep those of ``current`` that suit a network off by ``SLACK``."""
     fast, slow = (choose_codecs(_scaled(groups, 1 + sign * SLACK), tolerance, error_budget) for sign in (-1, 1))
     kept = [min(max(pick, min(ends)), max(ends)) for pick, *ends in zip(current, fast, slow, strict=True)]
     return kept if total_error(groups, kept) <= error_budget else choose_codecs(groups, tolerance, error_budget)
@@ -360,7 +360,7 @@ def _later(reduced: _Moment, computed: _Moment) -> _Moment:
 
 
 def _tightened(groups: Sequence[GroupCosts], error_budget: float) -> Iterator[tuple[float, list[int]]]:
-    """Yield seconds and picks, from all exact on, one group changed at a time, while that may shorten the backward."""
+    """Yield a backward's seconds and picks: all exact, then with one group changed at a time while that may help."""
     picks, error = [0] * len(groups), 0.0
     while True:
         end = _simulate(groups, picks)
@@ -388,7 +388,7 @@ def _scaled(groups: Sequence[GroupCosts], factor: float) -> list[GroupCosts]:
 
 
 def _rounded(value: float) -> float:
-    """Round to 9 digits: the same sum differs in later ones when its terms are added in another order."""
+    """Round to 9 digits: a sum differs in later digits when its terms are added in another order."""
     return float(f"{value:.9g}")
 
 
@@ -398,8 +398,8 @@ def _rounded(value: float) -> float:
 class CodecAutotuner(CompressionObserver):
     """Changes the codecs of a model's parameter groups between optimizer steps, by the times of its backwards.
 
-    Only ``before_forward`` communicates, and only while no reduce is in flight. Every assembly of the engine restarts
-    the measurements.
+    Only ``before_forward`` communicates, and only while no reduce is in flight. The measurements start anew whenever
+    the engine is assembled.
     """
 
     def __init__(self, schedule: CompressionSchedule) -> None:
@@ -438,7 +438,7 @@ class CodecAutotuner(CompressionObserver):
             self.steps += 1
             self._step_seconds.append(now - self._stepped)
         self._stepped = now
-        # Deferred gradients of micro-batches are in residuals: no codec may change then. ``is_idle`` is the same on all
+        # No codec may change while residuals hold deferred gradients of micro-batches. ``is_idle`` is the same on all
         # ranks.
         if self.steps >= self.next_tuning and self.state.is_idle:
             with span("choice"):
@@ -486,7 +486,7 @@ class CodecAutotuner(CompressionObserver):
         link = measure_link(state.context.reduce, max(each.message_room for each in tuned.values()))
         self._work = self._work or self._measure_work(list(tuned))
         computes = [seconds for _, seconds in times]
-        # Errors are reduced, too: another processor may compute another last bit from the same random numbers.
+        # Reduce errors, too: they may differ in the last bit between processors, and then choices between ranks.
         numbers = (link, [median(self._step_seconds)], self._work.values(), self._errors.values(), computes)
         slowest = torch.tensor(
             [each for some in numbers for each in some], dtype=torch.float64, device=state.context.device
@@ -508,7 +508,7 @@ class CodecAutotuner(CompressionObserver):
         """Return ``seconds_per_element`` of each codec; 0 for exact sums."""
         config, peers = self._config, self.state.context.gather.comm.world - 1
         chunk = min(max(max(flat.layout.chunks) for flat in flats), _TRIAL // peers) // config.block * config.block
-        # the buffer holds the shards of all other ranks
+        # a rank encodes the chunks of all other ranks
         gradients = torch.zeros(peers, chunk, dtype=flats[0].reduce_dtype, device=self.state.context.device)
         work = {codec.name: seconds_per_element(codec, gradients, config.residual_dtype) for codec in self._candidates}
         return {EXACT: 0.0, **work}
@@ -523,7 +523,7 @@ class CodecAutotuner(CompressionObserver):
         tuned = _tuned(group)
         others = [flat for flat in group.flats if flat.trainable and flat not in tuned]
         fixed = sum(flat.reduce_scatter.planned_bytes() for flat in others)
-        if group in regathered(self.state):  # the group's weights are all-gathered for its backward
+        if group in regathered(self.state):  # its weights are all-gathered for its backward, on the same network
             fixed += sum(flat.all_gather.planned_bytes() for flat in group.flats)
         elements = sum(flat.layout.numel for flat in tuned)
         costs: list[CodecCost] = []

@@ -37,7 +37,7 @@ BLOCK = 256
 BLOCKS = (64, 128, 256, 512, 1024, 2048, 4096)
 
 _ROW = 64
-"""Bytes: every message is padded to a multiple of this."""
+"""Bytes that every message is padded to a multiple of."""
 
 _LANES = 64
 """Number of running sums that ``block_sum`` adds a block in: part of the format, as it fixes the order."""
@@ -55,9 +55,9 @@ class Noise(NamedTuple):
     """Random numbers for stochastic rounding, computed from a counter, without a generator's state."""
 
     seed: int
-    """32 bits, a hash of the parameters' name, the rank and the number of the message."""
+    """Hash, 32 bits, of the parameters' name, the rank and the number of the message."""
     first: int = 0
-    """Index of the first element in the whole buffer."""
+    """Index, in the whole buffer, of the first element that is rounded."""
 
     def uniform(self, shape: torch.Size, device: torch.device) -> Tensor:
         """Return numbers in [0, 1), multiples of 2⁻²⁴, for elements from ``first`` on in row-major order."""
@@ -80,7 +80,7 @@ def hashed(words: Tensor) -> Tensor:
 class Codec(ABC):
     """A format that encodes numbers in fewer bytes.
 
-    A subclass with a ``name`` registers itself under it. ``decode`` refuses messages of another size.
+    A subclass with a ``name`` registers itself under that name. ``decode`` refuses messages of the wrong size.
 
     Args:
         block: elements that share a scale, a power of two from 64 to 4,096.
@@ -102,7 +102,7 @@ class Codec(ABC):
             cls.decode = _of_its_size(cls.decode)  # type: ignore[method-assign, assignment]
         if "name" in cls.__dict__:
             known = _codecs.get(cls.name)
-            # A module that is loaded again defines the same class again.
+            # Refuse another class of this name only: a module that is loaded again defines the same class again.
             if cls.name in (LOW_RANK, AUTO) or (known is not None and _path(known) != _path(cls)):
                 raise ValueError(f"there is a codec {cls.name!r} already; give {cls.__qualname__} another name")
             _codecs[cls.name] = cls
@@ -221,7 +221,7 @@ _SMALLEST = torch.finfo(torch.float32).smallest_normal
 
 
 def step_of(largest: Tensor, levels: float) -> tuple[Tensor, Tensor]:
-    """Return scale and inverse scale by which ``largest`` becomes ``levels``; both 0 if the scale were denormal."""
+    """Return the scale, largest / levels, and its inverse; both 0 where the scale would be denormal."""
     scale = largest * torch.tensor(1.0 / levels, dtype=torch.float32, device="cpu")
     scale = torch.where(scale < _SMALLEST, 0.0, scale)
     return scale, torch.where(scale > 0, 1.0 / scale, 0.0)
@@ -280,7 +280,7 @@ def counts_of(layout: Layout, block: int, device: torch.device, ranks: range | N
     ranks = range(layout.world) if ranks is None else ranks
     starts = torch.arange(layout.starts[ranks.start], layout.starts[ranks.stop], block, device="cpu")
     counts = torch.zeros_like(starts)
-    for extent in layout.extents:  # the first block of an extent holds nothing of the extent before
+    for extent in layout.extents:  # each extent begins with a new block: no block has elements of two
         inside = (starts >= extent.offset) & (starts < extent.end)
         counts += inside * (extent.end - starts).clamp(max=block)
     return None if bool((counts == block).all()) else counts.to(torch.int32).to(device).view(len(ranks), -1)

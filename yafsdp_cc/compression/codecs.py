@@ -101,7 +101,7 @@ class _Odd(Scaled):
 
     bits: ClassVar[int]
     share: ClassVar[float]
-    """Scale over the block's mean magnitude: half of Max's step over 0.7979, the mean magnitude of normal numbers."""
+    """Ratio of scale to mean magnitude of a block: half of Max's step / 0.7979, the mean magnitude of normal noise."""
     rounds_randomly = True
 
     def payload_bytes(self, n: int) -> int:
@@ -273,7 +273,7 @@ class _Float(Codec):
         return message[:, : self.body_bytes(n)].view(self.dtype)
 
     def encode(self, values: Tensor, counts: Tensor | None, message: Tensor, noise: Noise | None = None) -> None:
-        # Conversions disagree on the bits of a NaN, even within one tensor.
+        # Write one NaN everywhere: conversions disagree on the bits of a NaN, even within one tensor.
         self._numbers(message, values.shape[1]).copy_(values).masked_fill_(values.isnan(), float("nan"))
 
     def decode(self, message: Tensor, values: Tensor) -> None:
@@ -297,7 +297,7 @@ _TILE = 65_536
 _SHARE = 100
 _BUCKETS, _SHIFT = 2_048, 20
 _TOO_LARGE = 2_039
-"""Index of the last bucket of finite numbers."""
+"""Index of the last bucket of finite numbers, which rounding to bf16 may make infinite."""
 
 
 class TopK(Codec):
@@ -318,7 +318,7 @@ class TopK(Codec):
     needs_feedback = True
 
     def tiles(self, n: int) -> list[tuple[int, int, int, int]]:
-        """Return for each tile: its first element, its end, how many are kept, and the byte where it begins."""
+        """Return for each tile: its first element, its end, how many elements are kept, and its first message byte."""
         found, byte = [], 0
         for start in range(0, n, _TILE):
             end = min(start + _TILE, n)
@@ -391,7 +391,7 @@ class TopK2Bit(Codec):
     For all blocks one after another, k = block / 64:
 
         4 bytes for each block:   m, fp32; NaN where something in the block is not finite
-        2k bytes for each block:  positions within the block, ascending, unsigned; one repeated where others are zero
+        2k bytes for each block:  positions within the block, ascending, unsigned; the largest's in place of zeros'
         k/4 bytes, at least 1:    two bits for each, as ``split_bits`` has them: 1 if negative, 2 if above 1.11 m
 
     Source: Sarfi et al., "Communication Efficient LLM Pre-training with SparseLoCo" (2025), section 3: top-k of blocks
@@ -425,7 +425,7 @@ class TopK2Bit(Codec):
         kept = self.block // _KEPT_OF
         chosen = blocks.abs().nan_to_num_(torch.inf, torch.inf).topk(kept, sorted=False).indices
         magnitudes = blocks.gather(-1, chosen).abs()
-        is_zero = magnitudes == 0  # no level stands for zero: a zero's place repeats the largest element's position
+        is_zero = magnitudes == 0  # no level stands for zero: the slot of a zero repeats the largest's position
         count = (kept - is_zero.sum(-1)).clamp_(min=1)
         mean, inverse = step_of(magnitudes.sum(-1) / count, 1.0)
         largest = chosen.gather(-1, magnitudes.argmax(-1, keepdim=True))

@@ -85,7 +85,7 @@ class CompressedCollectives(Collectives):
         known = getattr(flat, "all_gather", None)
         if keeps_unsharded and isinstance(known, DeltaAllGather):
             known.schedule = self.schedule
-            return known  # the known all-gather has recorded which steps led to the present weights
+            return known  # a new one would not know which steps led to the present weights, and gather exactly
         kind = DeltaAllGather if keeps_unsharded else RoundedAllGather
         return kind(flat, self.schedule, self.config.make(name))
 
@@ -142,7 +142,7 @@ class CompressedCollectives(Collectives):
         """Return the codec of the gradients of ``flat``.
 
         Raises:
-            ValueError: by the names that its parameters have now, ``overrides`` give them different codecs.
+            ValueError: ``overrides`` give the parameters of ``flat``, by their present names, different codecs.
         """
         codecs = {param.spec.name: self.config.codec_for(param.spec.name) for param in flat.params}
         (first, codec), *others = codecs.items()

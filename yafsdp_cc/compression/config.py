@@ -19,7 +19,7 @@ EF21 = "ef21"
 """A form of error feedback (EF21): a message holds the difference to what messages held before (``error_feedback``)."""
 
 EXACT = "fp32"
-"""The name for no codec: the engine sums in fp32."""
+"""The name for no codec: gradients are summed exactly, by the engine's own collectives."""
 
 ROUNDING = ("int8", "fp8")
 """Codecs precise enough for weights themselves; other codecs encode only how weights have changed."""
@@ -215,7 +215,7 @@ def check_name(name: str, argument: str) -> None:
 
 
 def compression_of_run() -> Compression | None:
-    """Return the compression that the run's settings ask for, which the script may leave out; None if they name
+    """Return the compression of the run's settings (``run_settings``), for scripts that pass none; None if there is
     none."""
     mine = {name: one for name, one in run_settings().items() if name.startswith("compression.")}
     try:
@@ -229,7 +229,7 @@ def compression_of(value: Compression | str | None) -> Compression | None:
     """Return the ``Compression`` that the argument ``compression`` stands for; None for None.
 
     Raises:
-        ValueError: it names no codec.
+        ValueError: ``value`` names no codec.
     """
     if isinstance(value, str):
         check_name(value, f"compression={value!r}")

@@ -45,7 +45,7 @@ class CompressionHookState(CompressedCommunication):
         assert ranks is not None
         self.group = ranks
         self.sums = self._all_reduces
-        """Sums of buckets, by the ids of a bucket's parameters in its order."""
+        """Compressed sum of each bucket, by the ids of the bucket's parameters in order."""
         self.steps = 0
         """Number of backwards that have begun."""
         self.stream: CommStream | None = None

@@ -50,18 +50,18 @@ if TYPE_CHECKING:
     from yafsdp_cc.engine.param import Divisor, FlatParam, FSDPParam
 
 PART = 327_680
-"""Elements: ``start`` of ``decode_sum`` is a multiple of this, whole tiles and whole fives of blocks of every codec."""
+"""Elements that ``start`` of ``decode_sum`` is a multiple of: whole tiles (topk), whole fives of blocks (ternary)."""
 
 
 class Recursion(NamedTuple):
     """The three coefficients of the error-feedback recursion."""
 
     carry: float = 1.0
-    """η, the share of the residual that is added to the gradient before encoding."""
+    """Share η of the residual that is added to the gradient before encoding."""
     taken: float = 1.0
-    """a, the share of a decoded message that is subtracted from the residual."""
+    """Share a of a decoded message that is subtracted from the residual."""
     added: float = 1.0
-    """b, the share of a gradient that is added to the residual."""
+    """Share b of a gradient that is added to the residual."""
 
 
 CLASSIC = Recursion()
@@ -72,9 +72,9 @@ class Residual(NamedTuple):
     """The gradients that messages of one buffer have lost so far."""
 
     values: Tensor
-    """[messages, n] in fp32, bf16 or int8; n is a multiple of ``block``."""
+    """Values [messages, n] in fp32, bf16 or int8; n is a multiple of ``block``."""
     scales: Tensor
-    """[messages, blocks] fp32, the scales of int8 values; else [messages, 0]."""
+    """Scales [messages, blocks] fp32 of int8 values; [messages, 0] for other dtypes."""
     block: int
     """Elements that share a scale."""
 
@@ -319,9 +319,9 @@ class CompressionError:
         self.recursion = recursion
         self._shift = rank * _GOLDEN % 1
         self.least = (max(kept, 0.0) / 4) ** 2 * recursion.taken**0.5
-        """The share that messages must keep, or residuals grow."""
+        """Least share of the values' squares that messages must keep: below it residuals grow."""
         self.sums = torch.zeros(SUMS, dtype=torch.float64, device=device)
-        """[3] fp64, the sums of squares of h − D(m), of h, and of D(m)."""
+        """Sums of squares [3] fp64: of what messages lost, of what they should hold, and of what they hold."""
         self.seen = False
 
     @torch.no_grad()
@@ -355,7 +355,7 @@ class CompressionError:
 
     @torch.no_grad()
     def add(self, *parts: Tensor, share: float = 1.0) -> None:
-        """Add the squares of h − D(m), h and D(m) to ``sums``; the tensors hold a ``share`` of all elements."""
+        """Add squares of ``parts``: values lost, to encode, and decoded. They hold a ``share`` of all elements."""
         self.seen = True
         norms = torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts])
         self.sums.addcmul_(norms, norms, value=1 / share)
@@ -397,15 +397,15 @@ class Feedback(NamedTuple):
 
 
 class Encoder(ABC):
-    """Makes messages of a buffer's values, exchanges them, and decodes their sum. It has settings and no state.
+    """Makes messages of a buffer's values, exchanges them, and decodes their sum.
 
-    Each serves one ``reduce_scatter.CompressedSum``. There are four: codecs or low rank (``powersgd``), for a
-    reduce-scatter or an all-reduce.
+    Each serves one ``reduce_scatter.CompressedSum``, which keeps the residual. There are four: codecs or low rank
+    (``powersgd``), for a reduce-scatter or an all-reduce.
     """
 
     context: CommContext
     step: int
-    """Elements that one ``decode`` fills; each ``start`` is a multiple."""
+    """Number of elements that one call of ``decode`` fills; its argument ``start`` is a multiple."""
     nbytes = 0
     """Bytes of the encoder's own buffers, scratch buffers not counted."""
 
@@ -433,8 +433,8 @@ class Encoder(ABC):
         """
 
     def decode_differences(self, estimate: Tensor, start: int, total: Tensor) -> None:
-        """Add messages of differences to ``estimate``, and write the new estimate to ``total`` (``decode_differences``
-        above).
+        """Add messages of differences (EF21) to ``estimate``, and write the new estimate to ``total``, as the module's
+        ``decode_differences`` does.
         """
         raise NotImplementedError(f"{type(self).__name__} does not encode differences to an estimate")
 
@@ -524,7 +524,7 @@ def _ops_for(device: torch.device, mode: str) -> Any:
 
 @cache
 def _load() -> str:
-    """Load the library; return why that failed and how to mend it, or ""."""
+    """Load the native library; return why that failed and how to mend it, or ""."""
     if not LIBRARY.exists():
         return f"the native extension is not built; {_BUILD}"
     try:

@@ -89,7 +89,7 @@ class CodecFallback(CompressionObserver):
         self._readback: PinnedReadback
         """Reads the sums of the messages ``_names`` back from the device."""
         self._codecs: dict[str, str] = {}
-        """Codec that each message has fallen back to."""
+        """Codec that each collective's messages have fallen back to, by ``name_of``."""
         self._strikes: dict[str, int] = {}
         self._smallest: dict[str, float] = {}
         self._best, self._rises = float("inf"), 0
@@ -103,7 +103,7 @@ class CodecFallback(CompressionObserver):
         self._loss = self._loss + loss
         self._losses += 1
 
-    # Observer
+    # Called by the engine
 
     def after_reduce(self, group: str) -> None:
         self._has_reduced = True
@@ -133,9 +133,9 @@ class CodecFallback(CompressionObserver):
             return
         self._past = measured = self._stop_measuring()
         for each in measured:
-            if isinstance(each.collective, DeltaAllGather):  # a prefetched all-gather may not have been waited for
+            if isinstance(each.collective, DeltaAllGather):  # wait for a prefetched all-gather still in flight
                 each.flat.group.gathered(each.flat)
-        # Sums are divided by their scale now: on CUDA, the numbers read below are of an earlier measurement.
+        # Divide by this measurement's loss scale now: on CUDA, the numbers read below are of an earlier measurement.
         sums = [each.error.sums / self._scale**2 for each in measured]
         # a kernel takes the number as an argument; copying it to a GPU would synchronize
         loss = sums[0].new_zeros(1) + self._loss
@@ -168,7 +168,7 @@ class CodecFallback(CompressionObserver):
         for index, each in enumerate(measured):
             lost, due, sent = sums[SUMS * index : SUMS * (index + 1)]
             fault = ""
-            # nothing was encoded in exact sums; found_inf reports non-finite gradients
+            # else sums were exact, with nothing encoded, or gradients were not finite, which found_inf reports
             if due and isfinite(lost / due):
                 kept = 1 - lost / due
                 fault = self._fault(each, kept, sqrt(sent))
@@ -249,7 +249,7 @@ class CodecFallback(CompressionObserver):
             name, codec = name_of(flat, compressed), self._config.codec_for(flat.name)
             fallen = self._codecs.get(name, codec)
             if AUTO in (codec, fallen) or self._config.bits(fallen) <= self._config.bits(codec):
-                self._codecs.pop(name, None)  # this run's own codec has as many bits, or is chosen by the autotuner
+                self._codecs.pop(name, None)  # the present codec has as many bits, or the autotuner chooses it
                 fallen = codec
             if fallen not in (AUTO, compressed.codec_name):
                 set_codecs(state, {flat: fallen})

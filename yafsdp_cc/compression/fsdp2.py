@@ -169,7 +169,7 @@ class CompressedCommunication:
     def context(self, group: dist.ProcessGroup, device: torch.device) -> CommContext:
         """Return the communicator of ``group``, and the scratch buffers that all of its collectives share."""
         if group not in self._contexts:
-            # Only the engine keeps a fingerprint of its collectives.
+            # Record nothing: only the engine compares a fingerprint of its collectives between ranks.
             context = CommContext(Communicator(group, device), ScratchBuffers(device), lambda kind, name: None)
             self._contexts[group] = context
         return self._contexts[group]
@@ -247,7 +247,7 @@ def exact_mean(total: Tensor, group: dist.ProcessGroup) -> None:
 
 
 class _Hook:
-    """Base of the hooks of a module."""
+    """Base of the communication hooks that FSDP2 calls for one module."""
 
     def __init__(self, shared: CompressedCommunication, name: str) -> None:
         self._shared = shared
@@ -264,7 +264,7 @@ class _Hook:
 
 
 class _ReduceScatterHook(_Hook, ReduceScatter):
-    """The reduce-scatter of one group."""
+    """The reduce-scatter of one parameter group of FSDP2."""
 
     def __call__(
         self,
@@ -282,14 +282,14 @@ class _ReduceScatterHook(_Hook, ReduceScatter):
                 f"an encoded reduce-scatter with {op}: call set_force_sum_reduction_for_comms(True) on the module, so "
                 "that FSDP2 divides outside of it"
             )
-        # FSDP2 sends only those parameters of a group that have gradients
+        # a residual for each length: FSDP2 sends only those parameters of a group that have gradients
         name = f"{self._name}/{output_tensor.numel()}"
         self._shared.reduce_scatter(output_tensor, input_tensor, group, name, is_mean=op == dist.ReduceOp.AVG)
         return None
 
 
 class _AllReduceHook(_Hook):
-    """The mean over replicas of one group, after its reduce-scatter."""
+    """The mean over replicas of one parameter group of FSDP2, after its reduce-scatter."""
 
     def __init__(self, shared: CompressedCommunication, name: str, replicas: dist.ProcessGroup) -> None:
         super().__init__(shared, name)
@@ -303,7 +303,7 @@ class _AllReduceHook(_Hook):
 
 
 class _AllGatherHook(_Hook, AllGather):
-    """The all-gather of one group's rounded weights."""
+    """The all-gather of the rounded weights of one parameter group of FSDP2."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False

@@ -98,7 +98,7 @@ def matrices_of(
 
 
 def numel_of(matrices: Iterable[Matrix], rest: Iterable[tuple[int, int]], rank: int, is_right: bool) -> int:
-    """Return the elements of a message of Q if ``is_right``, else of P."""
+    """Return the elements of a message: the factors Q if ``is_right``, else P, and the ranges sent unchanged."""
     thin = sum(matrix.thin(is_right, rank) for matrix in matrices)
     return thin + sum(last - first for first, last in rest)
 
@@ -125,7 +125,7 @@ class LowRank:
         self._name = name
         sizes = [size for matrix in self.matrices for size in (matrix.thin(False, rank), matrix.thin(True, rank))]
         self.factors = torch.empty(sum(sizes), dtype=torch.float32, device=device)
-        """[elements] fp32, orthonormal P and Q of one matrix after another."""
+        """Orthonormal factors P and Q of one matrix after another, [elements] fp32."""
         parts = [part.view(-1, rank) for part in self.factors.split(sizes)]
         self._pairs = list(zip(parts[::2], parts[1::2], strict=True))
         self.sends_right = False
@@ -142,7 +142,7 @@ class LowRank:
         self.sends_right = False
 
     def numel(self, is_right: bool) -> int:
-        """Return the elements of a message of Q if ``is_right``, else of P."""
+        """Return the elements of a message: the factors Q if ``is_right``, else P, and the ranges sent unchanged."""
         return numel_of(self.matrices, self.rest, self.rank, is_right)
 
     def encode(self, due: Tensor, message: Tensor) -> None:
@@ -272,7 +272,8 @@ class FactorEncoder(Encoder):
         """Return the parts of a whole buffer that have a residual."""
 
     def _encode(self, due: Tensor, message: Tensor, feedback: Feedback) -> None:
-        """Write ``message`` of the gradients ``due`` fp32, which is overwritten, and the residual."""
+        """Encode the gradients ``due`` fp32, which is overwritten, and the residual into ``message``; update the
+        residual."""
         residual, recursion = feedback.residual, feedback.recursion
         assert residual is not None
         parts = [(residual.of(chunks), chunks.values) for chunks in self._rows(due)]
@@ -332,7 +333,7 @@ class SharedFactors(FactorEncoder):
 
     def start(self, values: Tensor, feedback: Feedback, async_op: bool) -> Works:
         message = self._message(SENT)
-        # ``_encode`` overwrites ``values`` itself where it is fp32
+        # ``_encode`` overwrites ``values`` itself where it is fp32: nobody reads the gradients afterwards
         self._encode(values.to(torch.float32), message, feedback)
         return self.context.comm.all_reduce(message, async_op)
 

@@ -101,15 +101,15 @@ class CompressedSum(Collective):
         self.residual: Residual | None = None
         """What messages have lost; None while sums are exact, without error feedback, and before training."""
         self.carried_over: Tensor | None = None
-        """[chunk] fp32, what residuals held before the codec or the number of ranks changed. It is added to the next
-        encoded sum (to the next sum of any kind after a tuned codec became exact)."""
+        """Gradients [chunk] fp32 that residuals held before the codec or the number of ranks changed. They are added to
+        the next encoded sum (to the next sum of any kind after a tuned codec became exact)."""
         self.momentum: Tensor | None = None
-        """[chunk] fp32, the optimizer's first moment: a mean over ranks, without a loss scale. Used in the momentum
+        """First moment of the optimizer, [chunk] fp32: a mean over ranks, without a loss scale. Used in the momentum
         form, where the schedule has a ``beta``."""
         self.exact_mean: Tensor | None = None
-        """[chunk] fp32, the mean gradient of exact sums in phases KEPT and BOTH, until the optimizer sets it None."""
+        """Mean gradient of exact sums, [chunk] fp32, if ``Phase.keeps_exact``, until the optimizer sets it None."""
         self.estimate: Tensor | None = None
-        """[chunk] fp32, the sum over senders of what messages have held so far; None unless they hold differences."""
+        """Sum over senders of what messages have held, [chunk] fp32; None unless messages hold differences (EF21)."""
         self.compression_error: CompressionError | None = None
         """Observer of messages while compression errors are measured; else None."""
         self._is_decoded = True
@@ -152,7 +152,7 @@ class CompressedSum(Collective):
 
     @torch.inference_mode(False)
     def bind_exact(self) -> None:
-        """Prepare exact sums without waiting for the next assembly. No reduce may be in flight."""
+        """Prepare exact sums now, not when the engine is assembled next. No reduce may be in flight."""
         self.schedule.reserve_norm(self.flat.name, self.flat.device)
         if hasattr(self, "context"):
             self._exact.bind(self.context)
@@ -195,7 +195,7 @@ class CompressedSum(Collective):
             self.exact_mean = torch.zeros(self.chunk, dtype=torch.float32, device=self.flat.device)
 
     def watch(self) -> CompressionError:
-        """Observe messages from the next one on, until ``compression_error`` is None again."""
+        """Measure what messages lose from the next one on, until ``compression_error`` is None again."""
         assert self._encoder is not None
         recursion, rank = self.schedule.recursion, self.context.comm.rank
         self.compression_error = CompressionError(self.flat.device, self._encoder.kept, recursion, rank)
@@ -213,7 +213,7 @@ class CompressedSum(Collective):
 
     @property
     def not_in_residual(self) -> Tensor | None:
-        """[chunk], gradients that the next sum adds and no residual holds; None if there are none."""
+        """Gradients [chunk] that the next sum adds and no residual holds; None if there are none."""
         return self.carried_over
 
     def reset(self) -> None:
@@ -221,8 +221,8 @@ class CompressedSum(Collective):
         if self._encoder is not None:
             self._encoder.restart()
         if not self._is_decoded:
-            # A sender may count a message as sent that no receiver has added to its estimate: all ranks clear both. The
-            # record lets the fingerprint reveal a rank that did not.
+            # A sender may count a message as sent that no receiver has added to its estimate: all ranks clear residual
+            # and estimate. The record lets the fingerprint reveal a rank that did not.
             self.context.record("estimates dropped", self.flat.name)
             self.clear()
 
@@ -293,7 +293,7 @@ class CompressedSum(Collective):
         if self._is_momentum and self.momentum is not None:
             beta, share = self.schedule.beta, self.schedule.share
             mine = self.momentum.narrow(0, start, total.numel())
-            # The engine divides by a power of two, as most numbers of ranks are, exactly: all is rounded once, here.
+            # Round once, here: the engine's division is exact by a power of two, as most numbers of ranks are.
             total.add_(mine, alpha=beta / share * self._units).div_(_inverse(share, total.device))
 
     def _end(self, own: Tensor | None) -> None:
@@ -348,10 +348,10 @@ class CompressedReduceScatter(CompressedSum, ReduceScatter):
         others = layout.numel - layout.chunks[flat.rank]
         self._residual_shape = (1, others) if layout.uneven_chunks else (self._rows, layout.chunks[0])
         self._pending: Tensor | None = None
-        """[chunk] fp32, deferred gradients of this rank's own chunk."""
+        """Deferred gradients of this rank's own chunk, [chunk] fp32."""
         self._has_deferred = False
         self._poison: Tensor | None = None
-        """0-d, NaN if deferred gradients were not finite (residuals leave such blocks out), else zero."""
+        """Scalar tensor: NaN if deferred gradients were not finite (residuals leave such blocks out), else zero."""
         super().__init__(flat, schedule, codec)
 
     def _make_encoder(self, codec: str) -> Encoder:
@@ -374,7 +374,7 @@ class CompressedReduceScatter(CompressedSum, ReduceScatter):
         return max(4 * config.block, *(config.make(name).message_bytes(longest) for name in config.candidates))
 
     def bytes_with(self, codec: str) -> int:
-        """Return the bytes that the rank with the most to send would send per sum; ``fp32``: with exact sums."""
+        """Return the bytes that the rank with most to send would send per sum with ``codec``; "fp32": exact sums."""
         chunks = self.flat.layout.chunks
         if codec == EXACT:
             return (sum(chunks) - min(chunks)) * self.flat.reduce_dtype.itemsize
@@ -476,7 +476,7 @@ class CompressedReduceScatter(CompressedSum, ReduceScatter):
     @property
     def not_in_residual(self) -> Tensor | None:
         pending = self._pending if self._has_deferred else None
-        if pending is not None and pending.is_cuda:  # the pending message's memory belongs to the reduce stream
+        if pending is not None and pending.is_cuda:  # the reduce stream, which allocated it, must not reuse it yet
             pending.record_stream(torch.cuda.current_stream(pending.device))
         if self.carried_over is None or pending is None:
             return self.carried_over if pending is None else pending
@@ -530,7 +530,7 @@ class CompressedReduceScatter(CompressedSum, ReduceScatter):
 
 
 def message_sizes(layout: Layout, codec: Codec) -> list[int]:
-    """Return the bytes of a message that holds the chunk of each rank."""
+    """Return, for each rank, the bytes of a message that holds that rank's chunk."""
     return [codec.message_bytes(chunk) if chunk else 0 for chunk in layout.chunks]
 
 
@@ -543,7 +543,7 @@ class CodecEncoder(Encoder):
         self.step = self.chunk = flat.layout.chunks[flat.rank]
         self._size = codec.message_bytes(self.chunk) if self.chunk else 0
         self._counts = cache(partial(counts_of, flat.layout, codec.block, flat.device))
-        """Maps ranks with chunks of equal length to [ranks, blocks], the elements of each block; None: all are full."""
+        """Function from a range of ranks with equal chunks to each block's elements [ranks, blocks]; None: all full."""
 
     @property
     def kept(self) -> float:
@@ -564,7 +564,7 @@ class ChunkMessages(CodecEncoder):
     def __init__(self, flat: SummedBuffer, codec: Codec) -> None:
         super().__init__(flat, codec)
         self._sizes = message_sizes(flat.layout, codec)
-        """Bytes of the message to each rank, its own entry included."""
+        """Bytes of the message to each rank; this rank has an entry, too."""
         if flat.device.type == "cpu" and ops_for(flat.device, codec) is not None:
             self.step = min(PART, self.chunk)  # one step fits in the processor's cache
 

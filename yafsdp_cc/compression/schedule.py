@@ -1,7 +1,7 @@
 """When gradients are summed exactly and when encoded: warm-up, or the phases that an optimizer sets.
 
-A ``CompressionSchedule`` belongs to a model and outlives the assemblies of its engine. It also has what all compressed
-sums of the model share: the momentum form of an optimizer, clipping before encoding, and the loss scale.
+A ``CompressionSchedule`` belongs to a model and stays when its engine is assembled anew. It also has what all
+compressed sums of the model share: the momentum form of an optimizer, clipping before encoding, and the loss scale.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class Phase(Enum):
     """How gradients that have a codec are summed."""
 
     EXACT = "exact"
-    """Gradients are sent."""
+    """Gradients are sent as they are, and their exact sum is used."""
     KEPT = "kept"
     """Sums are exact, and their mean is stored in ``exact_mean`` before anybody clips it."""
     LEARNING = "learning"
     """Sums as in KEPT, though ENCODED or BOTH is due: ``LocalClip`` has no limits yet. All-gathers are encoded."""
     ENCODED = "encoded"
-    """Messages are sent, and sums are decoded."""
+    """Encoded messages are sent, and their decoded sum is used."""
     BOTH = "both"
     """Sums are encoded, and exact sums besides go into ``exact_mean``."""
 
@@ -64,7 +64,7 @@ class PhaseController(Protocol):
 
     @property
     def decay(self) -> tuple[float, float]:
-        """``beta`` and ``share`` of ``CompressionSchedule``."""
+        """Decay of the momentum, and share of a gradient that enters it: ``beta`` and ``share`` of the schedule."""
 
     def update_phase(self) -> None:
         """Set the phase again after the limits that clip gradients have changed."""
@@ -83,7 +83,7 @@ class ScheduledSum(Protocol):
 
 
 class CompressionObserver(Observer):
-    """An observer that knows the engine that calls it, and outlives the assemblies of that engine."""
+    """An ``Observer`` that refers to the engine calling it, and stays when that engine is assembled anew."""
 
     def __init__(self) -> None:
         self._state: weakref.ref[FSDPState] | None = None
@@ -99,7 +99,7 @@ class CompressionObserver(Observer):
 
     @property
     def state(self) -> FSDPState:
-        """The engine of the present assembly."""
+        """The engine (``FSDPState``) that was assembled last."""
         state = None if self._state is None else self._state()
         assert state is not None, "the engine calls its observers"
         return state
@@ -217,7 +217,7 @@ class CompressionSchedule(CompressionObserver):
         if self.clip is not None:
             self.clip.clip(name, grads, self.loss_scale)
 
-    # Observer
+    # Called by the engine
 
     def before_forward(self) -> None:
         if torch.is_grad_enabled():
@@ -316,7 +316,7 @@ def follow_scaler(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
 # Clipping ----------------------------------------------------------------------------------------------------------
 
 _LEARNING_RATE = 0.3
-"""Weight of the newest exact step in the running average kappa."""
+"""Weight of the newest exact step in the running average of a clipping share (kappa of ``LocalClip``)."""
 
 
 class LocalClip:
@@ -342,9 +342,9 @@ class LocalClip:
         """Norm of the gradients that this rank has sent since the last ``learn``, fp32, by flat parameter; 0 if it sent
         none. The communication stream writes to these tensors, so they are never replaced."""
         self._shares: dict[str, Tensor] = {}
-        """Share kappa of the limit that this rank clips to, by flat parameter; set by ``learn``."""
+        """Share (kappa) of the limit that this rank clips each flat parameter to, by its name; set by ``learn``."""
         self.is_blind = True
-        """Whether no kappa is known, so that nothing is clipped; the same on all ranks."""
+        """Whether no clipping share (kappa) was measured yet, so that nothing is clipped; the same on all ranks."""
 
     @torch.inference_mode(False)
     def reserve(self, name: str, device: torch.device) -> None:
@@ -370,7 +370,7 @@ class LocalClip:
         torch.div(norm, loss_scale, out=self._norms[name])
 
     def learn(self, total: float) -> None:
-        """Update kappa from the last step, in which the mean gradient had the norm ``total``."""
+        """Update the clipping shares (kappa) from the last step, whose mean gradient had the norm ``total``."""
         if not 0 < total < torch.inf:
             return
         self.is_blind = False
@@ -384,7 +384,7 @@ class LocalClip:
             norm.zero_()
 
     def state(self) -> dict[str, float] | None:
-        """Return kappa by flat parameter, for a checkpoint of this rank; None while no kappa is known."""
+        """Return the clipping shares (kappa) by flat parameter, for this rank's checkpoint; None if none is known."""
         return None if self.is_blind else {name: float(share) for name, share in self._shares.items()}
 
     def load_state(self, state: Mapping[str, float] | None, device: torch.device) -> None:

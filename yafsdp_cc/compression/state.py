@@ -102,8 +102,8 @@ def carry_over_residuals(state: FSDPState, residuals: Mapping[str, FlatDTensor])
         if compressed.momentum is not None and schedule.beta > 0:  # beta will multiply what is added: divide by it now
             compressed.momentum.add_(total, alpha=schedule.share / schedule.beta)
         else:
-            # A reduce-scatter adds each replica's own values to its sum, an all-reduce adds the same values once for
-            # all ranks.
+            # A reduce-scatter adds carried-over values in each replica, before sums over replicas; an all-reduce over
+            # replicas adds them once.
             over_shard = isinstance(compressed, CompressedReduceScatter)
             ranks = state.context.gather.comm.world if over_shard else state.context.info.mesh.size()
             compressed.carried_over = total.mul_(ranks * schedule.loss_scale)

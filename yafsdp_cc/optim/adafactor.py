@@ -140,7 +140,7 @@ class _Member:
         return whole
 
     def _of_whole(self, means: Tensor, *over: int) -> Tensor:
-        """Return the slice of the full matrix's means that covers this tensor-parallel rank's block (or all)."""
+        """Return those of the full matrix's means that this rank's tensor-parallel block needs; without one, all."""
         if (parallel := self.spec.tensor_parallel) is None:
             return means
         kept = set(range(means.dim())) - {dim % means.dim() for dim in over}
@@ -149,7 +149,7 @@ class _Member:
         return means
 
     def track(self, squares: Tensor) -> None:
-        """Add the sums of all ranks to the second moment."""
+        """Update the second moment by ``squares``, summed over all ranks."""
         self.state["step"] += 1
         taken = float(self.state["step"]) ** self.group["beta2_decay"]
         if self.is_matrix:
@@ -193,7 +193,7 @@ class _Block(NamedTuple):
     """The rows [n, columns] of a matrix, or matrices [n, rows, columns] of a stack, that a flat range touches."""
 
     shape: tuple[int, ...]
-    """Shape of the whole: [rows, columns], or [matrices, rows, columns]."""
+    """Shape of the whole parameter: [rows, columns], or [matrices, rows, columns]."""
     touched: slice
     before: int
     """Number of elements of the touched rows or matrices that precede the range."""

@@ -30,8 +30,8 @@ class OneBitAdam(OneBitOptimizer):
       element and rank with ``Compression(residual="int8")``, 2 with bf16; divided by the ranks of a shard where only
       sums over replicas are encoded.
     - ``form="gradient"``: each rank's gradient, with its residual; the owner of a chunk makes the first moment from the
-      decoded sum. It takes as much memory. Works for several backwards per step without ``no_sync``, and learns less
-      well from a single bit.
+      decoded sum. It takes as much memory as the other form, works for several backwards per step without ``no_sync``,
+      and learns less well from a single bit.
 
     Parameters that are never encoded (replicated ones, ``overrides`` with "fp32") go through exact AdamW throughout,
     and so does everything until ``warmup_steps`` are over. Afterwards no element moves further in a step than exact
@@ -85,9 +85,10 @@ class OneBitAdam(OneBitOptimizer):
     def _init_state(self, parameter: Tensor) -> None:
         super()._init_state(parameter)
         state = self.state[parameter]
-        if self._is_encoded(parameter):  # AdamW's second moment has seen a gradient in every step
+        if self._is_encoded(parameter):  # AdamW's state lacks the count: its second moment sees every gradient
             state.setdefault("variance_step", state["step"].detach().clone())
-        elif (seen := float(state.pop("variance_step", 0))) > 0:  # the parameter was encoded when it was saved
+        elif (seen := float(state.pop("variance_step", 0))) > 0:
+            # saved while encoded: AdamW will correct the second moment as if it had seen a gradient in every step
             beta2 = self.param_groups[0]["betas"][1]
             state["exp_avg_sq"].mul_((1 - beta2 ** float(state["step"])) / (1 - beta2**seen))
 
@@ -126,10 +127,10 @@ class OneBitAdam(OneBitOptimizer):
                 state["variance_step"] += 1
             moments = local_of(state["exp_avg"]), local_of(state["exp_avg_sq"])
             rows.append((local_of(parameter), local_of(parameter.grad), *moments, state["step"]))
-        # The fused kernel does not raise versions. A shard without elements on this rank counts as changed, too: all
-        # ranks must all-gather it anew.
+        # The fused kernel does not raise tensors' versions. A shard without elements on this rank counts as changed,
+        # too: all ranks must all-gather it anew.
         increment_version([row[0] for row in rows])
-        # The same bits as AdamW(fused=True), which on a GPU needs step counts on the device; ours are in host memory.
+        # Fused on a CPU, for the bits of AdamW(fused=True). On a GPU that needs step counts on the device, not the CPU.
         adamw_step(group, rows, fused=all(row[0].is_cpu for row in rows))
         self._update_variance([(parameter, grad_of(parameter)) for parameter in late])
         self._move(group, late, Rule.ADAM_GRADIENT)
@@ -138,7 +139,7 @@ class OneBitAdam(OneBitOptimizer):
         self._move(group, parameters, Rule.ADAM_GRADIENT if self.form == "gradient" else Rule.ADAM_MOMENTUM)
 
     def _move(self, group: dict[str, Any], parameters: list[Tensor], rule: Rule) -> None:
-        """Make Adam's step with the decoded sum, and a second moment that has seen ``seen`` gradients."""
+        """Make Adam's step with the decoded sum, correcting the second moment for the gradients that it has seen."""
         rows = []
         for parameter in parameters:
             state, gradient = self.state[parameter], local_of(parameter.grad)
@@ -166,12 +167,12 @@ class ZeroOneAdam(OneBitAdam):
     too, and residuals are unchanged. In all others each rank's gradient is encoded with its residual, the owner of a
     chunk makes the first moment from the decoded sum, and v is unchanged.
 
-    Its other policy (𝒯ᵤ), steps that each rank makes by itself between rounds of communication, is not this
-    optimizer's: the ranks of a shard have no whole weights to make them with. Between replicas, with AdamW, it is
-    ``replicas.Outer(every=4, lr=1, momentum=0, codec="onebit", decay=1)``.
+    The paper's other policy (𝒯ᵤ), steps that each rank makes by itself between rounds of communication, is not this
+    optimizer's: the ranks of a shard have no whole weights to make them with. Between replicas, with AdamW, that policy
+    is ``replicas.Outer(every=4, lr=1, momentum=0, codec="onebit", decay=1)``.
 
     Other than in the paper, both moments are corrected for their start at zero: v by the number of gradients that it
-    has seen. After the first distances no element moves further in a step than exact Adam's can. Parameters that are
+    has seen. Once sums are encoded, no element moves further in a step than exact Adam's can. Parameters that are
     never encoded go through exact AdamW throughout, and so do all for the first ``refreshes`` steps.
 
     The state dict, what is saved beside it and memory are those of ``OneBitAdam``. When a state of AdamW is loaded, v

@@ -124,7 +124,7 @@ class OneBitLamb(OneBitAdam):
     def _update_all(self, phase: Phase) -> None:
         rows: dict[int, Row] | None = None
         for members in self._by_param_group():
-            if rows is None:  # the versions before the step were recorded already
+            if rows is None:  # not before the loop, which first records the versions before the step
                 rows = self._update_moments(phase)
             update(Rule.ADAM_MOMENTUM, [rows[id(each)] for each in members if id(each) in rows])
 
@@ -167,7 +167,7 @@ class OneBitLamb(OneBitAdam):
         return rows
 
     def _job_of_exact(self, group: dict[str, Any], parameter: Tensor) -> tuple[LambRule, Job]:
-        """LAMB's step as a job (You et al., 2020, algorithm 2); with the average trust ratio long after the warm-up."""
+        """Return the job of LAMB's step (You et al., 2020); for encoded parameters after the warm-up, 1-bit LAMB's."""
         state, encoded = self.state[parameter], self._is_encoded(parameter)
         if encoded and self.steps > self.warmup_steps:
             self._update_variance([(parameter, grad_of(parameter))])
@@ -193,7 +193,7 @@ class OneBitLamb(OneBitAdam):
         return rule, Job(parameter, group, _row_of(parameter, state, moment, "exp_avg_sq_fresh", settings))
 
     def _trust_of(self, parameter: Tensor, weight: float, update: float) -> float:
-        """Return ‖x‖ / ‖update‖ from their squares, and add it to the average if there is one."""
+        """Return the trust ratio ‖x‖ / ‖update‖ from the squares, and add it to the parameter's average, if any."""
         if not weight or not update:
             return 1.0
         ratio = min(max(math.sqrt(weight) / math.sqrt(update), self.trust[0]), self.trust[1])
@@ -253,35 +253,35 @@ _BLOCK, _STRETCH = 512, 8192
 
 
 class LambRule(IntEnum):
-    """Moments that an update changes, numbered as in ``csrc``."""
+    """What an update of weights x by a gradient g changes (moments m and v, fresh second moment w); as in ``csrc``."""
 
     EXACT = 0
-    """m = β₁·m + (1 − β₁)·g; v = β₂·v + (1 − β₂)·g². Weights are not changed: their step waits for the norms."""
+    """Moments by an exact gradient g: m = β₁·m + (1 − β₁)·g; v = β₂·v + (1 − β₂)·g². The weights wait for norms."""
     GRADIENT = 1
-    """m as in EXACT; w = β₂·w + (1 − β₂)·g²; and then x = (1 − γλ)·x − γ·clamp(m̂ / (√v̂ + ε)), γ with the trust
-    ratio."""
+    """By a decoded gradient g: m as in EXACT; fresh second moment w = β₂·w + (1 − β₂)·g²; then the weights
+    x = (1 − γλ)·x − γ·clamp(m̂ / (√v̂ + ε)), γ with the trust ratio."""
     MOMENTUM = 2
-    """With a decoded momentum m: g = (m − β₁·m₋₁) / (1 − β₁), then w and x as in GRADIENT, and m₋₁ = m."""
+    """By a decoded momentum m: g = (m − β₁·m₋₁) / (1 − β₁), then w and x as in GRADIENT, and m₋₁ = m."""
 
 
 class LambRow(NamedTuple):
     """Tensors of one parameter, this rank's elements (possibly none), all of one shape and device."""
 
     weights: Tensor
-    """x, floating-point. Computed in fp32 at least, and rounded once."""
+    """Weights x, floating-point. Computed in fp32 at least, and rounded once."""
     gradient: Tensor
     """The gradient, or the decoded momentum; floating-point."""
     moment: Tensor
-    """m, or m₋₁ with ``MOMENTUM``, in ``width_of`` the weights; updated in place."""
+    """First moment (that of the step before with ``MOMENTUM``), fp32 at least (``width_of``); updated in place."""
     square: Tensor
-    """v, in ``width_of`` the weights; updated in place with ``EXACT``."""
+    """Second moment, fp32 at least (``width_of``); updated in place with ``EXACT``."""
     fresh: Tensor | None
-    """w, in ``width_of`` the weights; updated in place. None with ``EXACT``."""
+    """Second moment of decoded gradients, fp32 at least (``width_of``); updated in place. None with ``EXACT``."""
     settings: tuple[float, ...]
 
 
 def lamb_settings(group: dict[str, Any], trust: float, steps: float, seen: float) -> tuple[float, ...]:
-    """Return the numbers that update a row.
+    """Return the coefficients of a LAMB update, the ``settings`` of a ``LambRow``.
 
     Args:
         steps: number of steps in the first moment and the fresh second one, this step counted.
@@ -330,7 +330,7 @@ def update_lamb(rule: LambRule, rows: Sequence[LambRow]) -> Tensor:
 
 
 def _update_plainly(rule: LambRule, row: LambRow) -> Tensor:
-    """Define the result of ``update_lamb``; return the sums of stretches, [3, stretches]."""
+    """Update one row in plain torch: the definition of ``update_lamb``. Return sums by stretches, [3, stretches]."""
     weights, moment, square = row.weights.to(row.moment.dtype), row.moment, row.square
     gradient = row.gradient.to(moment.dtype)
     carry, taken, unbias, eps, share, largest, keep, rate, decay, carry2, taken2, unbias_fresh, gain = row.settings

@@ -179,8 +179,8 @@ class MatrixOptimizer(Optimizer):
             used = [parameter for parameter in group["params"] if parameter.grad is not None]
             for parameter in used:
                 self._init_state(parameter, group)
-            # Kernels do not raise all versions. A shard without elements on this rank counts as changed, too: all ranks
-            # must gather it.
+            # Not all kernels raise tensors' versions. A shard without elements on this rank counts as changed, too: all
+            # ranks must gather it.
             increment_version([local_of(parameter) for parameter in used])
             if self._is_of_matrices(group):
                 self._update_matrices(group, used)
@@ -398,7 +398,7 @@ _BUCKET = 1 << 26
 
 
 def buckets(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield the parameters of one exchange: of one mesh and dtype, and of at least two units if there are two.
+    """Yield the parameters of each exchange: of one mesh and dtype, and of at least two units if there are two.
 
     Thus a unit causes one message more on average than without assembly, or less.
     """
@@ -438,12 +438,12 @@ class MatrixExchange:
         """Return the flat range of each matrix in this rank's shard. A collective.
 
         Args:
-            updates: the range of each that this rank updates, flat, all of one dtype.
+            updates: the range of each matrix's update that this rank has computed, flat, all of one dtype.
         """
         return self._move(updates, [_bounds_of(spec)[::-1] for spec in self._specs])
 
     def _move(self, tensors: Sequence[Tensor], bounds: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Tensor]:
-        """Move ranges between ranks; ``bounds`` has for each matrix those before and those after."""
+        """Move ranges of matrices between ranks; ``bounds`` has each matrix's bounds by rank, before and after."""
         ranks, own = range(self._group.size()), self._rank
         sent, received = [], []
         for peer in ranks:

@@ -167,7 +167,7 @@ def newton_schulz(matrices: Tensor, coefficients: tuple[float, float, float], st
     a, b, c = coefficients
     is_tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.mT if is_tall else matrices
-    # one norm per matrix, as a batched norm may round to another bf16 number
+    # one norm per matrix: a batched norm may round to another bf16 number than torch.optim.Muon's
     norms = torch.stack([each.norm() for each in x])
     x.div_(norms.clamp(min=eps).view(-1, 1, 1))
     for _ in range(steps):

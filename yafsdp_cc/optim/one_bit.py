@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 Form: TypeAlias = Literal["momentum", "gradient"]
 
 STEPS = "steps"
-"""Key in a parameter group beside its settings: number of steps that the optimizer has made."""
+"""Key, among a parameter group's settings, of the number of steps that the optimizer has made."""
 _CLIPPED = 0.99
 """Share of its norm below which a gradient counts as clipped, not just rounded."""
 
@@ -193,7 +193,7 @@ class OneBitOptimizer(Optimizer):
         self._check_control()
         phase = self._phase_now
         if not self._unscale():
-            self._drop_exact_means()  # the next backward may leave some exact means as they are
+            self._drop_exact_means()  # of the skipped step: the next backward need not overwrite all of them
             return loss
         if phase.keeps_exact:
             gradients = self._exact_gradients()
@@ -286,8 +286,8 @@ class OneBitOptimizer(Optimizer):
     # State
 
     def _init_state(self, parameter: Tensor) -> None:
-        """Make the missing state of a parameter, sharded like it. The momentum form shares the momentum with the
-        sum."""
+        """Make the missing state of a parameter, sharded like it. In the momentum form the momentum is that of the
+        parameter's ``CompressedSum``."""
         state = self.state[parameter]
         state.setdefault("step", torch.tensor(0.0, device="cpu"))
         for name in self.moments:
@@ -313,7 +313,7 @@ class OneBitOptimizer(Optimizer):
         super().load_state_dict(state_dict)
         keep_dtypes(self, state_dict)
         recorded = [int(group.get(STEPS, 0)) for group in self.param_groups]
-        # AdamW counts steps per parameter only
+        # a state of torch's AdamW has step counts per parameter only
         seen = [int(state["step"]) for state in self.state.values() if "step" in state]
         self._set_steps(max(*recorded, *seen, 0))
         for schedule in self._schedules:  # residuals, which are loaded later, have the decay of the loaded state
@@ -385,7 +385,7 @@ class OneBitOptimizer(Optimizer):
     def _check_compression(self, schedule: CompressionSchedule, state: FSDPState, beta: float) -> None:
         config, name = schedule.config, type(self).__name__
         if schedule.controller is not None and schedule.controller() is not None:
-            gc.collect()  # a learning rate scheduler and its optimizer form a reference cycle
+            gc.collect()  # frees a deleted optimizer, which forms a reference cycle with its scheduler
         if schedule.controller is not None and (other := schedule.controller()) is not None:
             raise ValueError(
                 f"the model has a {type(other).__name__} already, which sets when its gradients are encoded, and a "

@@ -261,7 +261,7 @@ class ReplicatedOneBitAdam(Optimizer):
             adamw_step(group, rows, fused=False)
 
     def _update(self) -> None:
-        """Make the step along the momentum."""
+        """Make Adam's step along the averaged momentum, with the second moment of the warm-up."""
         for group in self.param_groups:
             settings, rows = adam_settings(group, self.steps, self.warmup_steps), []
             for parameter in group["params"]:

@@ -27,16 +27,17 @@ _READ = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Rule(IntEnum):
-    """The formula of an update, numbered as in ``csrc``: by a decoded gradient or momentum."""
+    """The formula of an update, numbered as in ``csrc``: by a decoded gradient or momentum g; learning rate γ, weight
+    decay λ."""
 
     SGD_GRADIENT = 0
-    """g += λ·w; m = β·m + g; w -= γ·m"""
+    """SGD by a decoded gradient g: g += λ·w; m = β·m + g; w -= γ·m"""
     SGD_MOMENTUM = 1
-    """m += λ·w; w -= γ·(g + λ·w). m is this rank's part of the momentum, which the compressed sum carries on."""
+    """SGD by a decoded momentum g: m += λ·w; w -= γ·(g + λ·w). m is this rank's part, which the next sum carries on."""
     ADAM_GRADIENT = 2
-    """m = β₁·m + (1 − β₁)·g; then as ADAM_MOMENTUM, with m as g."""
+    """Adam by a decoded gradient g: m = β₁·m + (1 − β₁)·g; then as ADAM_MOMENTUM, with m as g."""
     ADAM_MOMENTUM = 3
-    """w = (1 − γλ)·w − γ·clamp(ĝ / (√v̂ + ε))"""
+    """Adam by a decoded momentum g: w = (1 − γλ)·w − γ·clamp(ĝ / (√v̂ + ε))"""
 
     @property
     def is_adam(self) -> bool:
@@ -51,20 +52,20 @@ class Row(NamedTuple):
     gradient: Tensor
     """The decoded gradient or momentum, floating-point."""
     moment: Tensor | None
-    """First moment in ``width_of`` the weights, updated in place. None with ``ADAM_MOMENTUM``."""
+    """First moment, fp32 at least (``width_of``), updated in place. None with ``ADAM_MOMENTUM``."""
     square: Tensor | None
-    """Adam's second moment in ``width_of`` the weights."""
+    """Adam's second moment, fp32 at least (``width_of``)."""
     settings: tuple[float, ...]
     """Result of ``sgd_settings`` or ``adam_settings``."""
 
 
 def sgd_settings(group: dict[str, Any]) -> tuple[float, ...]:
-    """Return the numbers that update a row of SGD."""
+    """Return the coefficients of an SGD update, the ``settings`` of a ``Row``."""
     return group["momentum"], group["weight_decay"], float(group["lr"])
 
 
 def adam_settings(group: dict[str, Any], steps: float, seen: float, trust: float = 1.0) -> tuple[float, ...]:
-    """Return the numbers that update a row of Adam.
+    """Return the coefficients of an Adam update, the ``settings`` of a ``Row``.
 
     Args:
         steps: number of steps in the first moment, this step counted.
@@ -94,8 +95,8 @@ def update(rule: Rule, rows: Sequence[Row]) -> None:
     """Update parameters by ``rule``, in place; their versions rise, also if this rank has no elements."""
     if not rows:
         return
-    # Native kernels do not raise versions. A shard without elements on this rank counts as changed, too: all ranks must
-    # gather it.
+    # Native kernels do not raise tensors' versions. A shard without elements on this rank counts as changed, too: all
+    # ranks must gather it.
     increment_version([row.weights for row in rows])
     devices: dict[torch.device, list[Row]] = {}
     plain: list[Row] = []
@@ -127,7 +128,7 @@ def is_native(row: tuple[Any, ...]) -> bool:
 
 
 def _update_plainly(rule: Rule, rows: Sequence[Row]) -> None:
-    """Define the result of ``update``."""
+    """Make the updates in plain torch: the definition of what ``update`` computes."""
     wide = [row.weights.to(torch.promote_types(row.weights.dtype, torch.float32)) for row in rows]
     gradients = [row.gradient.to(each.dtype) for row, each in zip(rows, wide, strict=True)]
     moments = [row.moment for row in rows if row.moment is not None]

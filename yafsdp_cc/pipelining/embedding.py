@@ -18,8 +18,8 @@ class TiedEmbedding:
 
     Each of these two stages has the whole weight on each of its D data-parallel ranks. ``sum_gradients`` adds the
     gradients of both stages and takes the mean over data-parallel ranks in one all-reduce over all 2·D ranks, after
-    ``schedule.step``: 2·V − V/D bytes for each rank, where two all-reduces and a sum of two ranks take 3·V − 2·V/D. No
-    engine may reduce the weight besides: shard the module with ``ignored_params={weight}``.
+    ``schedule.step``: 2·V − V/D bytes for each rank and a weight of V bytes, where two all-reduces and a sum of two
+    ranks take 3·V − 2·V/D. No engine may reduce the weight besides: shard the module with ``ignored_params={weight}``.
 
         embedding = TiedEmbedding(part.tokens.weight if place in (0, stages - 1) else None, mesh, "pipeline", "data")
         schedule.step(batch)
@@ -66,7 +66,7 @@ class TiedEmbedding:
 
     @torch.no_grad()
     def sum_gradients(self) -> None:
-        """Make the gradient the sum over both stages of the mean over data-parallel ranks. A collective of its group.
+        """Make the gradient the sum over both stages of the mean over data-parallel ranks. A collective of ``group``.
 
         A weight without a gradient counts as zeros.
         """

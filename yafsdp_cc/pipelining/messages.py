@@ -29,10 +29,10 @@ class SenderState:
     def __init__(self, error_feedback: bool) -> None:
         self.error_feedback = error_feedback
         self.residual: Residual | None = None
-        """[rows, n] fp32, what messages have lost so far, with as many rows as the longest message had; None at
+        """What messages have lost so far, [rows, n] fp32, with as many rows as the longest message had; None at
         first."""
         self.right: Tensor | None = None
-        """[columns, rank] fp32, the orthonormal right factor of the last message of ``LowRank``; None at first."""
+        """Orthonormal right factor of the last message of ``LowRank``, [columns, rank] fp32; None at first."""
 
     def residual_of(self, rows: int, n: int, block: int, device: torch.device) -> Residual | None:
         """Return the first ``rows`` of the residual, of ``n`` elements each, a view; None without error feedback."""
@@ -172,7 +172,7 @@ class Encoded(Encoding):
         decoded = torch.empty_like(values, dtype=torch.float32)
         decode(codec, message, decoded)
         scales, _ = codec.parts(message, values.shape[1])
-        # Values are divided by the scale, so no square overflows. A zero or non-finite block becomes NaN here.
+        # Divide by the scale, so that no square overflows. A zero or non-finite block is NaN here and keeps its scale.
         steps, codes = (codec.blocks(each) / scales.unsqueeze(-1) for each in (values, decoded))
         along = (steps * codes).sum(-1)
         scales.mul_(torch.where(along > 0, steps.square().sum(-1) / along, 1.0))
@@ -219,7 +219,7 @@ class LowRank(Encoding):
         left, right = _factors(message, rows, rank)
         left.copy_(torch.linalg.qr(whole @ state.right).Q)
         right.copy_(whole.t() @ left.to(torch.float32))
-        # a factor with a non-finite number would never be finite again
+        # keep the last factor unless the new one is finite: it would never be finite again
         fresh, finite = right.to(torch.float32), right.isfinite().all() & left.isfinite().all()
         state.right = torch.where(finite, torch.linalg.qr(torch.where(finite, fresh, state.right)).Q, state.right)
         right.masked_fill_(~finite, float("nan"))
@@ -278,7 +278,7 @@ def rotate(values: Tensor, block: int, *, back: bool = False) -> Tensor:
 
 @cache
 def _hadamard(size: int, device: torch.device) -> Tensor:
-    """Return H [size, size] fp32, orthonormal and symmetric."""
+    """Return the Hadamard matrix [size, size] fp32, orthonormal and symmetric."""
     matrix = torch.ones(1, 1, dtype=torch.float32, device="cpu")
     while matrix.shape[0] < size:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
@@ -287,5 +287,5 @@ def _hadamard(size: int, device: torch.device) -> Tensor:
 
 @cache
 def _signs(block: int, device: torch.device) -> Tensor:
-    """Return the diagonal of D [block] fp32."""
+    """Return the fixed signs ±1 [block] fp32 of a block's elements before ``rotate`` mixes them: the diagonal of D."""
     return (1 - 2 * (hashed(torch.arange(block, device="cpu")) & 1)).to(device, torch.float32)

@@ -110,7 +110,7 @@ class SampleCache:
     ) -> None:
         self.index = SampleIndex(samples)
         self.values: dict[int, Tensor] = {}
-        """[samples, elements] by the index of the tensor among those that cross the boundary."""
+        """Cached activations [samples, elements], by the tensor's index among those that cross the boundary."""
         self._samples, self._dtype, self._encoding = samples, dtype, encoding
         self._device, self._folder, self._name = device, folder, name
         self._visits: list[Visit] = []
@@ -197,7 +197,7 @@ class SampleCache:
         return zlib.crc32(torch.tensor(self._ids[chunk], dtype=torch.int64, device="cpu").numpy().tobytes())
 
     def _rows(self, chunk: int, seen: bool) -> Tensor:
-        """Return the rows of a micro-batch whose samples are in the cache, or those whose samples are not."""
+        """Return the rows of a micro-batch whose samples are in the cache (``seen``), or those whose are not."""
         rows = [row for row, each in enumerate(self._visits[chunk].seen) if each == seen]
         return torch.tensor(rows, dtype=torch.int64, device="cpu").to(self._device)
 

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 LARGEST_ERROR = 0.5**0.5
-"""Upper bound of c in E‖x − Q(x)‖ ≤ c‖x‖ (Wang et al., "Fine-tuning Language Models over Slow Networks ...", 2022)."""
+"""Bound on c in E‖x − Q(x)‖ ≤ c‖x‖: AQ-SGD needs a codec of less (Wang et al., "Fine-tuning Language Models over Slow
+Networks using Activation Quantization with Guarantees", 2022)."""
 DIGEST = 8
 """Bytes at the end of a message of changes that identify its sample ids and the number of the step."""
 CACHE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -109,8 +110,8 @@ class StageCompression:
     def of_changes(self) -> Encoding:
         """Return the encoding of changes of samples' activations.
 
-        It rounds without bias, as AQ-SGD's analysis requires (with a rotation, without one along the change). If that
-        would lose too much, it rounds to nearest, and what is lost is part of the next change.
+        It rounds without bias, as AQ-SGD's analysis requires (with ``hadamard``, without bias along the change). If
+        that would lose too much, it rounds to nearest, and what is lost is part of the next change.
         """
         rounding = self._rounding
         if self.forward is not None and relative_error(self.forward, self.block, rounding) >= LARGEST_ERROR:
@@ -156,7 +157,7 @@ class BoundaryPlan(NamedTuple):
     exact: int
     """Bytes of activations and gradients in a training step without compression."""
     cache: int
-    """Bytes of host memory or files for the sample cache, on each of the two sides."""
+    """Bytes of host memory or files for the sample cache, on each side of the boundary."""
     residual: int
     """Bytes of fp32 residuals on the device of the later stage."""
 

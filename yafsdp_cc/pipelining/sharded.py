@@ -42,7 +42,7 @@ class ShardedStage(PipelineStage):
     ) -> tuple[tuple[Tensor | None, ...], None]:
         """Run the whole backward of one micro-batch, and reduce the sum of gradients if it is the last of the step."""
         check_sharded(self.submod)
-        # ``last_backward`` counts gradients of weights, which a schedule may compute later
+        # count here: ``last_backward`` tells of gradients of weights, which a schedule may compute later
         self._backwards += 1
         for spec in specs_below(self.submod):
             spec.settings.reduces = self._backwards == self.chunks
@@ -53,7 +53,7 @@ class ShardedStage(PipelineStage):
         self.scale_grads(grad_scale_factor)
 
     def _post_metadata_inference_cleanup(self) -> None:
-        # the shape inference computed only gradients of inputs: it unshards no weights and leaves no .grad
+        # nothing else to clean up: the shape inference unshards no weights and leaves no .grad
         self._fwd_outputs_for_bwd_meta = None
         self._fwd_inputs_for_bwd_meta = None
         self._fwd_kwargs_tensors_for_bwd_meta = None

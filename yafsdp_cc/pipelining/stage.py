@@ -96,7 +96,7 @@ class CompressedStage(PipelineStage):
         self.is_prepared = False
         """Whether ``prepare_schedule`` was called; it also sets ``exact_gradients``."""
         self.exact_gradients: frozenset[tuple[int, int]] = frozenset()
-        """(sending stage, micro-batch) of the gradients that are sent exactly."""
+        """Gradients that are sent exactly, as (sending stage, micro-batch)."""
         self.steps = 0
         self.sent_bytes = {"forward": 0, "backward": 0}
         """Bytes of all messages to other ranks so far."""
@@ -117,7 +117,7 @@ class CompressedStage(PipelineStage):
     # Called by prepare_schedule
 
     def begin_step(self, micro_batches: list[list[int]] | None, *, trains: bool) -> None:
-        """Set the sample ids of each micro-batch of a step; None if there are none, and no batch is uneven.
+        """Set the sample ids of each micro-batch of a step; None without ids, for micro-batches of equal length.
 
         Raises:
             ValueError: training needs ids and has none, or they do not fit into the cache.
@@ -289,7 +289,7 @@ class CompressedStage(PipelineStage):
 
     @torch.no_grad()
     def _send(self, direction: str, chunk: int, ops: list[dist.P2POp], metas: Sequence[Any]) -> list[dist.P2POp]:
-        """Make ``ops`` send messages of their tensors."""
+        """Make ``ops`` send encoded messages in place of their tensors."""
         for place, (op, meta) in enumerate(zip(ops, metas, strict=True) if ops else ()):
             values, shape = op.tensor.detach(), self._shape(chunk, meta.shape)
             if values.shape != shape or values.dtype != meta.dtype:
@@ -346,7 +346,7 @@ class CompressedStage(PipelineStage):
         return SampleCache(asked.cache_samples, asked.cache_dtype, asked.of_changes(), self.device, folder, name)
 
     def _cache_of(self, direction: str, side: str, dtype: torch.dtype) -> SampleCache | None:
-        """Return the cache of a message; None if it has none."""
+        """Return the sample cache that a message belongs to; None for messages without one."""
         return self._caches.get(side) if direction == "forward" and self._trains and dtype.is_floating_point else None
 
     def _boundary(self, side: str) -> str:

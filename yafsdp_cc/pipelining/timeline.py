@@ -59,7 +59,7 @@ def compute_ends(pipeline_order: Mapping[int, Sequence[Any]], seconds: StageSeco
             while actions:
                 stage, kind, micro_batch, _ = actions[0]
                 if kind is _ComputationType.FORWARD:
-                    # torch 2.13 numbers the micro-batches of the last stage in 1F1B from 1
+                    # count forwards: torch 2.13 numbers the micro-batches of the last stage in 1F1B from 1
                     micro_batch = forwards[stage]
                 forward, backward = ("forward", stage, micro_batch), ("backward", stage, micro_batch)
                 if kind is _ComputationType.FORWARD:

@@ -73,7 +73,7 @@ _COUNTED = 1 << 20
 _LEAST_TO_SHARE = 0.5
 """Push-sum weight w below which a replica at its own pace sends nothing."""
 _ROUNDING = 1e-3
-"""Largest deviation of the mean of w from 1 by fp32 rounding, far less than one lost message causes for any n."""
+"""Largest deviation of the mean push-sum weight from 1 by rounding; a lost message causes more, up to 250 replicas."""
 
 
 _MOST_LOST = 1 / 32
@@ -125,7 +125,7 @@ class Gossip(ReplicaSync):
         self._mailboxes: list[PeerMailbox] = []
         """Mailbox of each edge, if each replica goes at its own pace."""
         self._of_replica: dist.ProcessGroup | None = None
-        """Ranks of this replica, which must agree on the messages that have arrived."""
+        """Process group of this replica's ranks, which must agree on the messages that have arrived."""
         self._is_in_flight = False
         self._versions: list[int] = []
 
@@ -138,9 +138,9 @@ class Gossip(ReplicaSync):
     def prepare(self) -> None:
         like = self.locals()
         self._biased = LocalBuffer(like, 1 if self.codec is None else BLOCK)
-        """The biased weights x, fp32."""
+        """Biased weights x of push-sum, fp32."""
         self._push_weight = torch.ones((), dtype=torch.float32, device=self.device)
-        """The push-sum weight w."""
+        """Push-sum weight w."""
         self._distances = _GRAPHS[self.graph](self.comm.world)
         edges = len(self._distances)
         most = min(_MOST_LOST, (1 + edges) ** -2)
@@ -179,7 +179,7 @@ class Gossip(ReplicaSync):
     # Around a step -------------------------------------------------------------------------------------------------
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Add changes of the weights since the last step, by anybody, to x."""
+        """Make the biased weights anew where weights were changed since the last step, as by a loaded state dict."""
         for biased, local, version in zip(self._biased.views, self.locals(), self._versions, strict=True):
             if local._version != version:
                 torch.mul(local, self._push_weight, out=biased)
@@ -340,7 +340,7 @@ class Gossip(ReplicaSync):
         self._restart()
 
     def _restart(self) -> None:
-        """Restart from the shown weights, which are the same on all replicas."""
+        """Restart from the model's weights, which are the same on all replicas."""
         for biased, local in zip(self._biased.views, self.locals(), strict=True):
             biased.copy_(local)
         self._push_weight.fill_(1.0)
@@ -386,7 +386,7 @@ def _is_mean(value: Any) -> bool:
 
 
 class _Kind:
-    """The kind of a tensor in an optimizer's state, for replicas that lack it."""
+    """Shape, dtype and device of a tensor in an optimizer's state, for replicas that lack that tensor."""
 
     def __init__(self, value: Tensor) -> None:
         local = local_of(value)
@@ -448,9 +448,9 @@ class _Encoded(_Exact):
         numel, device = biased.data.numel(), biased.data.device
         self._scratch = torch.empty_like(biased.data)
         self._minus_sent = [Residual.zeros(1, numel, torch.float32, BLOCK, device) for _ in range(edges)]
-        """-h for each peer that this rank sends to, as an EF21 residual is minus the estimate."""
+        """Minus the estimate h that each receiving peer has of this rank's weights: an EF21 residual."""
         self._of_source = [torch.zeros_like(biased.data) for _ in range(edges)]
-        """h for each peer that sends to this rank."""
+        """Estimate h of the weights of each peer that sends to this rank."""
         kept = sum(each.nbytes for each in self._minus_sent) + sum(each.nbytes for each in self._of_source)
         self.nbytes = kept + self._scratch.nbytes + self._counts.nbytes
 

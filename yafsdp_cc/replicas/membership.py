@@ -98,7 +98,7 @@ class Rounds(ABC):
 
     @abstractmethod
     def close(self, error: RuntimeError | None) -> bool:
-        """Return whether the round counts, on all members alike, after this one's exchange worked or failed."""
+        """Return whether the round counts, on all members alike, after this rank's exchange worked or failed."""
 
 
 class AllReplicas(Rounds):
@@ -189,12 +189,12 @@ class Membership(Rounds):
 
     @property
     def replicas(self) -> list[str]:
-        """The members of the last round that counted, each with its name first."""
+        """The members of the last round that counted: each replica's name, followed by a unique suffix."""
         return [] if self._last is None else self._last.replicas
 
     @property
     def contributors(self) -> list[str]:
-        """Members of the last round that counted whose outer gradients did."""
+        """The members, of the last round that counted, whose outer gradients were in its mean."""
         return [] if self._last is None else [self._last.replicas[place] for place in self._last.contributors]
 
     def leave(self) -> None:
@@ -322,7 +322,7 @@ class Membership(Rounds):
 
     def _fix(self, key: str, there: Sequence[_Arrival]) -> None:
         newest = max(each.version for each in there)
-        # a newcomer that cannot get the weights by the deadline must not stop all
+        # repeat a void round without newcomers: one that cannot get the weights by the deadline must not stop all
         if newest >= 0 and not key.endswith("/0"):
             there = [each for each in there if each.version == newest]
         first = next(each for each in there if each.version == newest)
@@ -370,7 +370,7 @@ class Membership(Rounds):
         self._ask(lambda store: store.compare_set(f"{key}/outcome", "", outcome))
 
     def _await_outcome(self, key: str, patience: float) -> str:
-        """Return the outcome of a round; "void" if it has none after so many seconds."""
+        """Return the outcome of a round; "void" if it has none after ``patience`` seconds."""
         until = time.monotonic() + patience
         while not self._has(f"{key}/outcome"):
             if time.monotonic() > until:

@@ -40,7 +40,7 @@ class BackgroundSum:
 
     Args:
         comm: the ranks, one in each replica.
-        flags: [n] fp32, small numbers that are summed exactly beside them, in place.
+        flags: [n] fp32, small numbers that are summed exactly beside the buffer, in place.
     """
 
     def __init__(self, comm: Communicator, like: Sequence[Tensor], flags: Tensor, codec: str | None) -> None:
@@ -58,7 +58,7 @@ class BackgroundSum:
             self.residual = Residual.zeros(1, total.numel(), torch.float32, BLOCK, total.device)
 
     def start(self) -> None:
-        """Start the sum; nobody may touch its buffers before ``wait``."""
+        """Start the sum of buffer and flags; nobody may touch them before ``wait``."""
         self.start_flags()
         self._stream.issue(self._handle, self._issue, None if self._codec is None else self._decode)
 
@@ -221,7 +221,7 @@ class PeerMailbox:
         return not self._sends or not self._received_receipt[0].isnan()
 
     def send(self, weight: float) -> None:
-        """Send ``sent`` with a number; ``can_send`` must be true."""
+        """Send the buffer ``sent`` to the peer, with ``weight`` in the header; only while ``can_send`` is true."""
         self._wait_sent()
         if not self.sent.is_cpu:
             self._host_sent.copy_(self.sent.view(-1))
@@ -251,7 +251,7 @@ class PeerMailbox:
         return False
 
     def receive(self) -> float | None:
-        """Wait for a message in ``received``, and return the number that was sent with it; None for the end.
+        """Wait for a message in ``received``, and return the ``weight`` that was sent with it; None for the end.
 
         Raises:
             RuntimeError: the source has ended, or has sent nothing for as long as the group waits.
@@ -262,7 +262,7 @@ class PeerMailbox:
         self._wait(header, self._source)
         number, weight = self._received_header.tolist()
         self._silence = 0.0
-        if number == _END:  # the pending receive of data will take the next message
+        if number == _END:  # no data comes with it: the receive that is posted takes the data of the next message
             self._is_ended = True
             self._receives[1] = self._receive_header()
             return None
@@ -303,7 +303,7 @@ class PeerMailbox:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its buffers, without copies in host memory of buffers on a GPU."""
+        """Bytes of the buffers ``sent`` and ``received``, without copies in host memory of those on a GPU."""
         return _bytes_of(self.sent, self.received)
 
     def _receive_header(self) -> dist.Work:

@@ -59,8 +59,8 @@ if TYPE_CHECKING:
 
 _SPARSE_BLOCK = 4096
 _MOST_VALUES, _MOST_KEYS = 1 << 14, 32
-"""Limits of a parameter's optimizer state from a peer: bytes per parameter, and 8 for each element, besides tensors
-like the parameter; and the number of values."""
+"""Limits of the optimizer state that a peer sends for a parameter, tensors of the parameter's shape not counted: bytes
+(8 more for each element), and number of values."""
 _MOMENTUM, _RESIDUAL, _START = "outer_momentum", "outer_residual", "outer_start"
 """Names in checkpoints; earlier versions' checkpoints need them unchanged."""
 
@@ -365,14 +365,14 @@ class Outer(ReplicaSync):
                 fragment.residual.values.copy_(mean)
 
     def _transferred(self) -> list[Tensor]:
-        """Return the tensors that a newcomer receives, as bytes that share their memory."""
+        """Return the tensors that a newcomer receives: outer weights and momentum, and untrained tensors as bytes."""
         self._staged = [each.to("cpu", copy=True).contiguous().view(-1).view(torch.uint8) for each in self._untrained]
         found = [each.outer.data for each in self._fragments]
         found += [each.momentum.data for each in self._fragments if each.momentum is not None]
         return [*found, *(each for each in self._staged if each.numel())]
 
     def _take_position(self, task: Task) -> None:
-        """Take the position in training of the replicas whose weights this one takes."""
+        """Go on at the step, within a round, of the replicas whose weights this replica takes."""
         self._step = 0
         if task.fragments and not task.ends:
             self._step = next(step for step, n in self._due.items() if n == task.fragments[0]) % self.every
@@ -391,7 +391,7 @@ class Outer(ReplicaSync):
         self._exchange(Task(moved, True))
         for each in self._fragments:
             each.adopt()
-        self._begin()  # half-precision weights round what was written: begin from them
+        self._begin()  # from the weights as they are: half precision has rounded the outer ones
 
     def _mean_residuals(self, current: Round) -> list[Tensor]:
         """Return the mean over replicas of each fragment's residual. A collective."""
@@ -503,7 +503,7 @@ class Outer(ReplicaSync):
 
     @torch.no_grad()
     def load_state(self, state: Mapping[str, Sequence[Tensor]]) -> None:
-        if self._pending is not None:  # loaded weights make residuals and sums of the old ones void
+        if self._pending is not None:  # end the exchange in flight without applying it: it is of the old weights
             self._count_handle.wait()
             self._pending.handle.wait()
             self._rounds.close(None)
@@ -560,14 +560,14 @@ class _Fragment:
     ) -> None:
         self.parameters = parameters
         like = [each.to(place) for each in self.weights]
-        # Each parameter begins with a block of its own: tensors that all ranks of a replica hold must be encoded alike
-        # on them.
+        # Each parameter begins with a block of its own: those that all ranks of a replica hold must be encoded alike on
+        # these ranks.
         self.outer, self.delta = LocalBuffer(like, block), LocalBuffer(like, block)
         self.numel = self.outer.data.numel()
         self.counts = None if block == 1 else self.delta.counts()
         self.momentum = LocalBuffer(like, block) if has_momentum else None
         self.total = LocalBuffer(like) if is_repeated and block == 1 else None
-        """The sum, if the outer gradient must be kept for a repetition."""
+        """Buffer of the sum over replicas, where the outer gradient must be kept for a repetition; else None."""
         self.message: Tensor | None = None
         self.residual = None if block == 1 else Residual.zeros(1, self.numel, torch.float32, block, place)
         self.steps = 0
@@ -583,7 +583,7 @@ class _Fragment:
         return self.outer.split(data)
 
     def load(self) -> None:
-        """Make ``weights`` the outer weights."""
+        """Copy the parameters' present weights to the outer weights."""
         torch._foreach_copy_(self.of(self.outer.data), self.weights)
 
     def find_gradient(self) -> None:
@@ -593,7 +593,7 @@ class _Fragment:
         self.steps = 0
 
     def step(self, lr: float, momentum: float) -> None:
-        """Make the outer step with Δ."""
+        """Make the outer step with the mean outer gradient Δ in ``delta``."""
         delta = self.delta.data
         if self.momentum is not None:
             self.momentum.data.mul_(momentum).add_(delta)

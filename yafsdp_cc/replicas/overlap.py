@@ -97,10 +97,10 @@ class Overlap(ReplicaSync):
         self.codec, self.half_batches = codec, half_batches
         self._pending: _Step | None = None
         self._first: _Step | None = None
-        """Sum of the first half of a step, if it has arrived; it is in ``_kept``."""
+        """First half of a step once its sum has arrived, which ``_kept`` holds; else None."""
         self._versions: list[int] = []
         self._steps = 0
-        # Buffers of a step's wait and prediction
+        # What ``before_step`` leaves for ``after_step``
         self._grads: list[Tensor | None] = []
         self._settings: list[dict[str, Any]] = []
         self._is_second = False
@@ -110,7 +110,7 @@ class Overlap(ReplicaSync):
         self._flags = torch.zeros(_COUNTER + len(like), dtype=torch.float32, device=self.device)
         self._sum = BackgroundSum(self.comm, like, self._flags, self.codec)
         self._kept = LocalBuffer(like, self._sum.total.align)
-        """The own gradient during a step; between two halves of a step, the sum of the first."""
+        """This replica's own gradient during a step; between two halves of a step, the sum of the first half."""
         self._committed = [each.clone() for each in like]
 
     def planned_bytes(self) -> int:
@@ -261,7 +261,8 @@ class Overlap(ReplicaSync):
             self._hide()
             self._wait(step)
             if self.half_batches and self._first is None:
-                self._steps += 1  # counting ends the step; replicas still within the step would otherwise go on
+                # count the second half as made: a replica that does make it then fails by unequal counts
+                self._steps += 1
             self._show(step, self._join_halves(step))
             with with_settings(optimizer, step.settings):
                 step_on(optimizer, members)

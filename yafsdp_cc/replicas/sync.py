@@ -8,8 +8,8 @@ exchanges gradients or weights with the ranks that hold the same shard in other 
                       │         │
     replica 1    | shard 0 | shard 1 |     whatever a ReplicaSync sends along a column, before and after a step
 
-The engine does not know of it: a ``ReplicaSync`` works on the local tensors of parameters of any sharded or plain
-model.
+The engine knows nothing of these exchanges: a ``ReplicaSync`` works on the local tensors of parameters of any sharded
+or plain model.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ _REFUSED = (LBFGS, MatrixOptimizer, OneBitOptimizer, ReplicatedOneBitAdam)
 class _Bound(NamedTuple):
     """Attribute of the parameters of a model whose replicas are synchronized.
 
-    It is no dictionary by parameter, because a ``ReplicaSync`` refers to the parameters, which would then never be
-    freed.
+    It is no dictionary by parameter: a ``ReplicaSync``, which would be a value in it, refers to the parameters, and so
+    they would never be freed.
     """
 
     sync: ReplicaSync | None
@@ -101,7 +101,7 @@ class ReplicaSync(ABC):
         """The optimizer, while an exchange is under way that ``finish`` needs it for."""
 
     def __repr__(self) -> str:
-        """Return the call that makes one like it: ranks compare these texts."""
+        """Return the constructor call that makes an equal object: ranks compare these texts."""
         given = {name: getattr(self, name, None) for name in inspect.signature(type(self)).parameters}
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in given.items())})"
 
@@ -125,7 +125,7 @@ class ReplicaSync(ABC):
 
     @abstractmethod
     def memory(self) -> Mapping[str, int]:
-        """Return the bytes of its buffers by name, for the memory plan, including those made at the first step."""
+        """Return the bytes of this object's buffers by name, for the memory plan: also of those that a step makes."""
 
     def prepare(self) -> None:
         """Make buffers. ``parameters`` and ``comm`` are set, and all replicas hold the same weights."""
@@ -134,8 +134,8 @@ class ReplicaSync(ABC):
         """Return the state to save beside model and optimizer, by name: a tensor like each of ``locals()``, in their
         order.
 
-        A collective, called after ``finish``. It is the same on all replicas, and the present run continues from it,
-        too: so a run that continues and one that resumes make the same steps.
+        A collective, called after ``finish``. The state is the same on all replicas. Training goes on from it, too, so
+        that a job that continues and one that resumes make the same steps.
         """
         return {}
 
@@ -191,7 +191,7 @@ class ReplicaSync(ABC):
         if not named:
             raise ValueError(f"this {type(model).__name__} has no parameter that is trained: nothing to synchronize")
         self.device = local_of(next(iter(named.values()))).device
-        # replicas that come and go make a group for each round
+        # no process group is needed with a ``Membership``, which makes groups itself
         alone = [dist.get_rank()] if dist.is_initialized() else []
         self.members = ranks_of_model(require_state(model)) if isinstance(model, ShardedModule) else alone
         with torch.no_grad():
@@ -369,7 +369,7 @@ def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
 @contextmanager
 def with_settings(optimizer: Optimizer, settings: Sequence[Mapping[str, Any]]) -> Iterator[None]:
     """Use ``settings`` in the parameter groups inside the block."""
-    before = [dict(group) for group in optimizer.param_groups]  # shallow copies: schedulers write to the same tensors
+    before = [dict(group) for group in optimizer.param_groups]  # shallow: schedulers write to these very tensors
     set_settings(optimizer, settings)
     try:
         yield
@@ -430,7 +430,7 @@ def read_grads(grads: Iterable[Tensor | None], views: Iterable[Tensor]) -> None:
 
 
 def set_grad(parameter: nn.Parameter, total: Tensor | None, divisor: int) -> None:
-    """Put this rank's elements of a sum, divided, in ``.grad``, which may exist already; None: it has no gradient."""
+    """Set this rank's elements of ``.grad`` to ``total / divisor``; ``.grad`` to None without a ``total``."""
     if total is None:
         parameter.grad = None
         return

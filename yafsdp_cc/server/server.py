@@ -122,7 +122,7 @@ class ParameterServer:
         self._sends: list[tuple[int, Any]] = []
         """Sends under way, whose tensors must not be changed."""
         self._changed = threading.Condition()
-        """Lock for the shard and the failure."""
+        """Lock of ``shard`` and ``_failure``, notified when either changes."""
         self._threads = [threading.Thread(target=self._serve, args=(peer,), daemon=True) for peer in self._peers]
         for thread in self._threads:
             thread.start()
@@ -267,7 +267,8 @@ class ParameterServer:
             raise self._error(f"rank {peer} has ended without close(), or does not answer: see its output") from error
 
     def _error(self, reason: str) -> RuntimeError:
-        """Fail for the first reason that any rank has found: other ranks then lose their connections to that one."""
+        """Return the error, with the first reason that any rank has given, and break this rank's connections: then the
+        others fail, too."""
         with self._changed:
             if not self._failure and self._peers:
                 with suppress(RuntimeError):  # the store may have ended with its rank
@@ -284,7 +285,7 @@ class ParameterServer:
 
     def _serve(self, peer: int) -> None:
         request, message = torch.full((1,), PULL, device="cpu"), torch.empty_like(self._messages[0])
-        try:  # the worker's own thread raises a noted exception at its next request
+        try:  # exceptions are noted by ``_error``: the worker's own thread raises them at its next request
             while request != CLOSE:
                 self._wait([self._start(dist.irecv, request, peer, REQUEST)], _FOREVER)
                 if request == PULL:
@@ -482,7 +483,7 @@ class ServerShard:
         """Load the ``state_dict`` of a shard of the same length, with as many workers.
 
         Raises:
-            ValueError: the optimizer or ``adaptive`` was another.
+            ValueError: the state is of another optimizer, or of another ``adaptive``.
         """
         group = self._optimizer.param_groups[0].keys()
         if state["optimizer"]["param_groups"][0].keys() != group:
