@@ -107,7 +107,7 @@ class _Arguments(NamedTuple):
         return ShardingPlan(self.info, policy, self.collectives, self.host, prepare, owners)
 
     def settings(self, mp_policy: MixedPrecisionPolicy | None, ownership: Ownership) -> dict[str, Any]:
-        """Return the arguments of both that must be equal on all ranks."""
+        """Return arguments of ``shard`` and ``fully_shard`` that must be equal on all ranks, by name."""
         named = ownership if isinstance(ownership, str) else tuple(ownership)
         return {"compression": (self.compression, FORMAT), "mp_policy": mp_policy, "ownership": named}
 
@@ -121,7 +121,7 @@ _ARGUMENTS = {
     "precision": "mp_policy",
     "compression": "compression",
 }
-"""Arguments by the settings, or sections of settings, that are named otherwise than the argument."""
+"""Arguments of ``shard`` by settings of the run file, or sections of it, that have another name than the argument."""
 
 _FSDP1 = {
     "auto_wrap_policy": "units=['Block'] of shard(), or fully_shard on each block and then on the model",
@@ -145,7 +145,7 @@ _origins: WeakKeyDictionary[nn.Module, tuple[PlannedArgument, ...]] = WeakKeyDic
 
 
 _work: WeakKeyDictionary[DeviceMesh, Counter[int]] = WeakKeyDictionary()
-"""Newton-Schulz operations on the matrices that each rank of a mesh owns by calls of ``fully_shard``."""
+"""Newton-Schulz operations on the matrices that calls of ``fully_shard`` have given each rank of a mesh so far."""
 
 
 def _completed(function: Callable[P, Result]) -> Callable[P, Result]:
@@ -356,7 +356,7 @@ def shard(
     check_equal(owned, across, values=not sync_module_states)
     check_settings({"units": [(unit.role, unit.name, len(unit.parameters)) for unit in division.units]}, across)
     prepare = _preparation(model, info, sync_module_states, param_init_fn)
-    # ``output_dtype`` is meant for the model's output
+    # ``output_dtype`` is for the output of the model, not of the units inside
     inner = given.plan(prepare, replace(policy, output_dtype=None), owners)
     blocks = sum(unit.role in TAKE_TURNS for unit in division.units)
     root_params: tuple[OwnedParameter, ...] = ()
@@ -406,8 +406,8 @@ def fully_shard(
 ) -> Modules:
     """Shard the parameters of ``module`` that no earlier call on a part of it has sharded. A collective, in place.
 
-    Called bottom-up, as torch's: on every block, then on the model. The module that is called first becomes the root,
-    and buffers are made then. Until then only the shards take memory, or none on the meta device.
+    Called bottom-up, as torch's: on every block, then on the model. The module whose forward runs first becomes the
+    root, and buffers are made then. Until then only the shards take memory, or none on the meta device.
 
     Args:
         module: a module, or a list of modules whose parameters are gathered together.
@@ -540,7 +540,7 @@ def counters_of(model: nn.Module) -> Counters:
     state = built_state(model, "counters_of")
     plan = plan_for(state)
     counters = state.context.counters
-    unplanned = (group.own_grad_buffer for group in state.groups)  # for kept gradients and those unfrozen since
+    unplanned = (group.own_grad_buffer for group in state.groups)  # made since, for kept or unfrozen gradients
     counters.owned_bytes = plan.owned_bytes + sum(each.data.nbytes for each in unplanned if each is not None)
     counters.host_bytes = plan.host_bytes
     return counters
@@ -704,7 +704,7 @@ def _check_not_sharded(model: nn.Module) -> None:
 
 
 def _check_placement(one: OwnedParameter, placement: object) -> None:
-    """Raise if ``shard_placement_fn`` asks for more than a layout, which users do not see."""
+    """Raise unless ``shard_placement_fn`` returns None or a valid ``Shard``, which has no effect on flat parameters."""
     if placement is None:
         return
     if type(placement) is not Shard:

@@ -62,7 +62,7 @@ class LaunchSection(BaseModel):
     node_rank: Annotated[int, Field(ge=0)] = 0
     """Number of this machine, from 0; srun's own under Slurm. Better given as --node-rank: the file is for all."""
     master_addr: Text = "127.0.0.1"
-    """Name or address of machine 0; under Slurm the first of the step."""
+    """Name or address of machine 0; under Slurm the first machine of the step."""
     master_port: Annotated[int, Field(ge=1, le=65535)] | None = None
     """Port on machine 0 where the machines meet; null: 29500, or any free one for a single machine."""
     rdzv_backend: Literal["static", "c10d", "etcd", "etcd-v2"] = "static"
@@ -166,7 +166,7 @@ class CompressionFields:
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Optimizer steps before anything is encoded."""
     block: Block = 256
-    """Elements that share a scale: 64, 128 or 256, or more for models sharded with this from the start."""
+    """Elements that share a scale: 64, 128 or 256; more only in models that are sharded with this same setting."""
     matrix_rank: Positive = 8
     """Columns of the factors of ``"powersgd"``: as many bytes as PowerSGD of half the rank, which sends both."""
     overrides: Mapping[str, str] = field(default_factory=dict)
@@ -227,7 +227,7 @@ Settings: TypeAlias = dict[str, Setting]
 def schema() -> dict[str, Any]:
     """Return the JSON schema of run files, for editors."""
     whole = RunFile.model_json_schema()
-    # the section's own class does not inherit the texts of its fields
+    # ``CompressionSection`` has no docstrings of the fields that it narrows: take those of its base class
     documented = TypeAdapter(CompressionFields).json_schema()["properties"]
     for name, each in whole["$defs"]["CompressionSection"]["properties"].items():
         each["description"] = documented[name].get("description", "")
@@ -322,7 +322,7 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # yaml has no stubs
 
         def size_of(node: yaml.Node) -> int:
             if node not in sizes:
-                sizes[node] = 1  # pydantic refuses a node that contains itself
+                sizes[node] = 1  # ends the recursion of a node that contains itself, which pydantic refuses
                 parts = () if isinstance(node, yaml.ScalarNode) else node.value
                 inner = (each for part in parts for each in (part if isinstance(part, tuple) else (part,)))
                 sizes[node] += sum(map(size_of, inner))
@@ -495,7 +495,7 @@ def _of(section: str) -> str:
 
 
 def _texts(value: Any, key: str = "") -> Iterator[str]:
-    """Yield the texts in lists and mappings; with a key, only those of lists under it."""
+    """Yield the texts in nested lists and mappings; with a ``key``, only those under that key of a mapping."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
             yield from _texts(inner, key if name != key else "")

@@ -5,7 +5,7 @@ few checks while no tool records. Ranges are handles, not a stack: a forward tha
 of non-reentrant checkpointing does) never closes its range, and a gather outlives the code that started it.
 
 The engine itself opens gather, forward, backward, reduce and replicated ranges, and ``shard`` turns on the optimizer's.
-    Clipping is a plain torch function, so the loop marks it::
+Clipping is a plain torch function, so the loop marks it::
 
     with yafsdp_cc.profiling.span("clip"):
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -66,7 +66,7 @@ class BatchRollback:
         self._undo += [each.save_members() for each in state.step_states()]
         self._save_gradients(state)
         self._save_compression(state)
-        for spec in state.specs:  # a loop changes this setting between micro-batches
+        for spec in state.specs:  # ``set_requires_gradient_sync`` may switch it between micro-batches
             self._undo.append(partial(setattr, spec.settings, "reduces", spec.settings.reduces))
         self._save_buffers(state.model)
         self._save_random_states(state.context.device)
@@ -107,7 +107,7 @@ class BatchRollback:
         for parameter in (*(param.parameter for param in state.params), *ignored):
             grad = parameter.grad
             if grad is not None and grad.layout is not torch.strided:
-                grad = grad.clone()  # an ignored embedding may have a sparse gradient
+                grad = grad.clone()  # sparse, as of an ignored embedding: no storage to copy
             elif grad is not None:
                 self._save_tensor(grad)
             self._undo.append(partial(setattr, parameter, "grad", grad))

@@ -63,12 +63,12 @@ if TYPE_CHECKING:
 _log = logging.getLogger("yafsdp_cc")
 
 _ANSWER = 60.0
-"""Time limit in seconds for all ranks' threads to answer; a thread answers at once, whatever its rank computes."""
+"""Seconds for all ranks' threads to publish their lists in the store; each does at once, whatever its rank runs."""
 _WAIT = timedelta(hours=1)
-"""Longest single wait of a thread for the store."""
+"""Longest single wait of a thread for a key of the store."""
 
 FORWARD, GATHER, REDUCE, REPLICATED = "forward", "gather", "reduce", "replicated"
-"""Kinds of collectives: those of observers before a forward, of groups, and of replicated parameters."""
+"""Kinds of ``_Op``: collectives of observers before a forward; of parameter groups; of replicated parameters."""
 
 
 class PeerFailedError(RuntimeError):
@@ -91,7 +91,7 @@ class SkippableBatch:
 
 
 _COUNTS, _SKIP, _RAISE = range(3)
-"""Votes of the ranks; the highest decides."""
+"""Votes of the ranks on a batch: it counts, all skip it, or all raise; the highest vote decides."""
 
 
 class _Op(NamedTuple):
@@ -121,7 +121,7 @@ class _CollectiveLog:
     """Number of the last block in which a rank has failed."""
     reason: str = ""
     has_ended: bool = False
-    """Whether the rank that failed has left the run."""
+    """Whether a rank has failed and takes no part in training any more."""
     handled: int = 0
     """Number of failures that this rank's thread has handled."""
 
@@ -163,7 +163,7 @@ class _Peers:
         # hosts vote over gloo: on CUDA a vote must not wait for the device
         group = shard_group(mesh)
         votes = group_once(group, ("votes", *self.ranks), lambda: new_group(self.ranks, timeout_of(group), "gloo"))
-        self._group = weakref.ref(votes)  # torch holds the group until destroy_process_group()
+        self._group = weakref.ref(votes)  # weak: only torch keeps the group, until destroy_process_group()
         store: Any = _get_default_store()
         self._store: Store = store.clone()
         name = zlib.crc32(repr(self.ranks).encode())
@@ -286,14 +286,14 @@ class _Recorder(Observer):
     def __init__(self, log: _CollectiveLog, state: FSDPState, number: int) -> None:
         self._log, self._state, self._number = log, state, number
         self._kind, self._before = "", 0
-        """Kind of the last entry until it is known to be issued in full, and the fingerprint's count before it."""
+        """Kind of the last entry, "" once its collectives are all issued; ``fingerprint.count`` before the entry."""
 
     def add(self, kind: str, name: str = "", *, flag: bool = False) -> None:
         self._log.add(_Op(self._number, kind, name, flag))
         self._kind, self._before = kind, self._state.context.fingerprint.count
 
     def before_forward(self) -> None:
-        self._kind = ""  # all other observers have finished
+        self._kind = ""  # this observer is the last: the forward's entry is issued in full
 
     def before_gather(self, group: str, *, overflows: bool) -> None:
         self.add(GATHER, group, flag=overflows)
@@ -310,7 +310,7 @@ class _Recorder(Observer):
 
     @property
     def is_within(self) -> bool:
-        """Whether the last entry may have been issued only in part."""
+        """Whether the collectives of the last entry may have been issued only in part."""
         if self._kind in (GATHER, REPLICATED):
             return self._state.context.fingerprint.count == self._before
         return bool(self._kind)
@@ -329,7 +329,7 @@ class _ForwardRecorder(Observer):
 # The block ----------------------------------------------------------------------------------------------------------
 
 _ENDS = (StopIteration, StopAsyncIteration, OutsideOnlyError)
-"""Exceptions that are no failures of a batch: every rank raises."""
+"""Exceptions for which no batch is skipped: the rank raises them behind the block, all others a ``RuntimeError``."""
 
 _open: list[_Block] = []
 """The ``skip_together`` block that is open, as the only entry; empty outside of one."""
@@ -387,7 +387,7 @@ class _Block:
         _open.append(self)
 
     def close(self) -> None:
-        """Stop recording."""
+        """Stop recording collectives."""
         _open.remove(self)
         for state, was_outdated in zip(self.states, self._outdated, strict=True):
             state.context.observers = state.context.observers[1:-1]
@@ -399,7 +399,7 @@ class _Block:
             rollback.discard()
 
     def abandon(self, error: BaseException) -> None:
-        """Tell the other ranks that this one leaves the run."""
+        """Tell the other ranks that this one takes no part in training any more."""
         with suppress(RuntimeError):
             self._peers.tell(_described(error), has_ended=True)
 
@@ -467,9 +467,9 @@ class _Block:
             rollback.restore()
 
     def _agree(self, reason: str, verdict: int) -> None:
-        """Exchange the errors, check that ranks are equal again, and count the batch."""
+        """Exchange the ranks' errors; if all skip, check that the rollback left ranks alike, and count the batch."""
         peers, batch = self._peers, self.batch
-        # the log is read before the exchange: after that a faster rank may fail in the next block
+        # read the log before the exchange: after it, a faster rank may fail in the next block and close the log
         has_failed = peers.log.is_closed
         found = peers.exchange((reason, [_condition(state) for state in self.states]))
         conditions = [condition for _, condition in found]
@@ -578,8 +578,7 @@ def _checked_state(model: nn.Module) -> FSDPState:
         state.reset()
     if state in _rollbacks:
         return state  # the first block of this state has run the checks below
-    # the check may be a collective before the first forward, which a failing rank would not reach
-    state.contents.check()
+    state.contents.check()  # may be a collective: not left to the first forward, which a failing rank may not reach
     for param in state.params:
         if param.spec.tensor_parallel is not None:
             raise NotImplementedError(
@@ -645,10 +644,10 @@ def _issue(state: FSDPState, op: _Op) -> None:
 def _reduce_zeros(group: ParamGroup, *, sums_over_replicas: bool) -> None:
     context = group.context
     if context.replicas is not None and context.replicas.sums != sums_over_replicas:
-        # completed reduces continue over replicas as ``sums`` says: complete them before it changes
+        # a completed reduce continues over replicas if ``sums`` says so: complete earlier ones before it changes
         context.wait_for_reduces()
         context.replicas.sums = sums_over_replicas
-    # with ``reduces`` ``take_grads`` uses a buffer of the pool; the rollback restores the setting
+    # with ``reduces`` set, ``take_grads`` takes a buffer of the pool; the rollback restores the setting
     group.spec.settings.reduces = True
     group.take_grads(group.flats_with_grads())
     group.accepts_in = -1

@@ -40,23 +40,23 @@ if TYPE_CHECKING:
 RESIDUALS, ESTIMATES, KEPT = "residuals", "estimates", "kept_weights"
 LOCAL, STEPS, BEHIND = "_wire_residuals", "_wire_steps", "_wire_behind"
 FALLBACK, CLIP, DECAY, ROUNDED = "_wire_guard", "_wire_clip", "_wire_decay", "_wire_rounded"
-"""Keys in each rank's extra file; all but ``LOCAL`` and ``CLIP`` are equal on all ranks."""
+"""Keys in each rank's extra file; the values of all but ``LOCAL`` and ``CLIP`` are equal on all ranks."""
 
 
 def check_names(extra: dict[str, Any]) -> None:
-    """Raise a ``ValueError`` if a user's name is one of these."""
+    """Raise a ``ValueError`` if the user's ``extra`` has one of compression's own keys."""
     if taken := [name for name in (LOCAL, STEPS, BEHIND, FALLBACK, CLIP, DECAY, ROUNDED) if name in extra]:
         raise ValueError(f"save() keeps something of its own as {taken[0]!r}: choose another name")
 
 
 def local_state(model: nn.Module) -> dict[str, Any]:
-    """Return the entries of compression for this rank's extra file; none for a model without."""
+    """Return compression's entries of this rank's extra file; none for a model without compression."""
     if (found := _compressed(model)) is None:
         return {}
     state, schedule = found
     _, behind = kept_weights(state)
     saved = {LOCAL: local_residuals(state), STEPS: schedule.steps, **({BEHIND: behind} if behind else {})}
-    # a scheduler may have changed the optimizer's decay since the last forward; residuals have the old one
+    # save the decay that residuals have: a scheduler may have changed the optimizer's since the last forward
     saved |= {DECAY: (schedule.beta, schedule.share), ROUNDED: rounded_sums(state)}
     if (fallback := CodecFallback.of(state)) is not None:
         saved[FALLBACK] = fallback.state_dict()
@@ -68,14 +68,14 @@ def local_state(model: nn.Module) -> dict[str, Any]:
 def sharded_state(model: nn.Module, *, means: bool = True) -> dict[str, Any]:
     """Return compression's entries of the checkpoint's sharded state. A collective; call it before ``local_state``.
 
-    Without ``means`` there are none of residuals, which cost as many bytes to send as exact gradients do, and which
-    only another number of ranks needs.
+    With ``means``, residuals are among them as means over the ranks, which only another number of ranks needs, and
+    which cost as many bytes to send as exact gradients.
     """
     if (found := _compressed(model)) is None:
         return {}
     state, schedule = found
     if (fallback := CodecFallback.of(state)) is not None:
-        fallback.judge()  # an open measurement has no place in a checkpoint
+        fallback.judge()  # judge a measurement now: a checkpoint does not hold it
     schedule.count_step()  # the last optimizer step, which no forward has followed, may have ended the warm-up
     saved = {KEPT: kept_weights(state)[0]}
     if means:
@@ -84,10 +84,9 @@ def sharded_state(model: nn.Module, *, means: bool = True) -> dict[str, Any]:
 
 
 def empty_state(model: nn.Module, contents: Metadata, trains: bool) -> dict[str, Any]:
-    """Return tensors that torch loads the checkpoint's ``sharded_state`` into, for parameters that the model has
-    residuals of.
+    """Return tensors that torch loads the checkpoint's ``sharded_state`` into, as far as the model has a use for it.
 
-    If training is to continue, a warning names the parameters for which the checkpoint has none.
+    With ``trains``, a warning names parameters whose residuals are left out, as the model does not encode their sums.
     """
     found = _compressed(model)
     paths = (contents.planner_data or {}).values()
@@ -114,8 +113,8 @@ def load_state(model: nn.Module, loaded: dict[str, Any], extra: dict[str, Any], 
 
     Args:
         model: its shards have their weights already.
-        loaded: ``empty_state`` after loading.
-        extra: this rank's extra file.
+        loaded: the tensors of ``empty_state``, filled from the checkpoint.
+        extra: the content of this rank's extra file.
         group: the ranks.
     """
     local, steps, behind, fallen, clip = (extra.pop(name, None) for name in (LOCAL, STEPS, BEHIND, FALLBACK, CLIP))
@@ -126,7 +125,7 @@ def load_state(model: nn.Module, loaded: dict[str, Any], extra: dict[str, Any], 
     with refused_together(*group):
         if steps is not None:
             schedule.resume(steps)
-            state.outdated |= not schedule.phase.encodes  # the scratch buffers of exact sums may be gone
+            state.outdated |= not schedule.phase.encodes  # assemble anew: exact sums need scratch buffers
         resume_rounding(state, rounded)
         schedule.resume_decay(decay)
         if fallen is not None and (fallback := CodecFallback.of(state)) is not None:
@@ -136,7 +135,7 @@ def load_state(model: nn.Module, loaded: dict[str, Any], extra: dict[str, Any], 
         ready = clip is not None or schedule.clip is None
         fits = ready and local is not None and load_local_residuals(state, local)
         schedule.resume_clip(clip if fits else None, state.context.device)
-    # start with empty residuals, and add the mean of the saved ones to the next sums
+    # unless all ranks' residuals fit, start with empty ones, and add the mean of the saved ones to the next sums
     if not all(all_gather_objects(fits, group)):
         carry_over_residuals(state, {**empty_residuals(state), **loaded.get(RESIDUALS, {})})
         load_estimates(state, loaded.get(ESTIMATES, {}))

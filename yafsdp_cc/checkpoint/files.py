@@ -4,7 +4,7 @@
     step-10.saving-1f3a90c2/     the folder of one save: under way, or left behind by one that was killed
         lock                     locked as long as the process that saves lives
         new                      what is being written; it changes places with ``step-10`` in one step
-        previous                 what was at ``step-10``, where the file system knows no such step
+        previous                 what was at ``step-10``, where the file system cannot exchange folders
 
 Whenever jobs are killed, and however many save to one path, ``step-10`` or, if that is missing, a ``previous`` is the
 whole of one save. Extra files, ``extra_<rank>_of_<ranks>.pt``, hold each rank's own data beside the model. A damaged
@@ -98,7 +98,7 @@ class Replacement:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path, self._replaceable = path, replaceable
         self._check_what_is_there()
-        if path.exists():  # if the path is empty, a killed save's folder may hold the only checkpoint
+        if path.exists():  # else a killed save's folder may hold the only checkpoint
             _clear(path)
         self._folder, self._lock = _locked_folder(path)
         self.new, self._previous = self._folder / "new", self._folder / _PREVIOUS
@@ -124,9 +124,8 @@ class Replacement:
             except OSError as error:
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or not self._replaceable:
                     raise
-            shutil.rmtree(
-                self._previous, ignore_errors=True
-            )  # an earlier turn moved this one here; another save has put a newer one at the path
+            # from an earlier turn of this loop, after which another save has put its folder at the path
+            shutil.rmtree(self._previous, ignore_errors=True)
             with suppress(FileNotFoundError):
                 os.rename(self._path, self._previous)
         _sync(self._path.parent)
@@ -135,10 +134,10 @@ class Replacement:
         _clear(self._path)
 
     def close(self) -> None:
-        """Delete the folder of this save, with the replaced or the useless content."""
+        """Delete the folder of this save, with the content that was replaced, or that was never committed."""
         if self._lock.closed:
             return
-        if self._previous.exists() and not self._path.exists():  # the second of two renames failed
+        if self._previous.exists() and not self._path.exists():  # ``commit`` ended between two renames
             os.rename(self._previous, self._path)
         shutil.rmtree(self._folder, ignore_errors=True)
         with suppress(OSError):
@@ -156,7 +155,7 @@ def _locked_folder(path: Path) -> tuple[Path, IO[bytes]]:
             file = (folder / _LOCK).open("wb")
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:  # the file system has no locks
+            except OSError as error:  # other errors: the file system has no locks, and the folder stays unlocked
                 if isinstance(error, BlockingIOError):
                     raise
             if os.path.samestat(os.fstat(file.fileno()), os.stat(folder / _LOCK)):
@@ -176,7 +175,7 @@ def _clear(path: Path) -> None:
                 folder.rmdir()
             if not (folder / _LOCK).exists():
                 shutil.rmtree(folder, ignore_errors=True)
-        except OSError:  # the process is alive, or the file system has no locks
+        except OSError:  # the saving process is alive, or the file system has no locks
             continue
 
 
@@ -208,8 +207,7 @@ def check_space(folder: Path, needed: int) -> None:
 
 @contextmanager
 def writing(folder: Path, needed: int) -> Iterator[None]:
-    """Turn errors of torch's native code into the ``OSError`` behind it; for a full disk, with free and needed
-    bytes."""
+    """Raise the ``OSError`` that has caused an error of torch's writer; for a full disk, with free and needed bytes."""
     free = shutil.disk_usage(folder).free
     try:
         yield
@@ -317,7 +315,7 @@ def read_extra(folder: Path, rank: int, world: int, sums: Sequence[int] | None =
     """
     found = [re.fullmatch(r"extra_\d+_of_(\d+)", file.stem) for file in folder.glob("extra_*_of_*.pt")]
     numbers = [int(each[1]) for each in found if each]
-    if not numbers and sums is None:  # yafsdp_cc.save has not written this file
+    if not numbers and sums is None:  # yafsdp_cc.save has not written this checkpoint
         return {}
     saved = max(numbers) if sums is None else len(sums)
 
@@ -357,7 +355,7 @@ def _load_extra(file: Path, crc: int | None) -> dict[str, Any]:
 def load_plain(stream: IO[bytes]) -> Any:
     """Return what ``torch.save`` has written, without running code from it: tensors, in host memory, and plain data.
 
-    ``torch.save`` compresses nothing: a thousand times as much may come of what is compressed, and fill the memory.
+    Compressed entries are refused: ``torch.save`` writes none, and they may expand a thousandfold and fill the memory.
     """
     if zipfile.is_zipfile(stream):
         with zipfile.ZipFile(stream) as archive:

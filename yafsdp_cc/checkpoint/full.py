@@ -151,8 +151,8 @@ def load_safetensors(path: str | os.PathLike[str], model: nn.Module) -> None:
 
     Raises:
         FileNotFoundError: there is nothing at ``path``.
-        ValueError: a file is damaged, names or shapes differ, or the values of a tied weight under its names, by full
-            names; on all ranks.
+        ValueError: on all ranks, with full names: a file is damaged, names or shapes differ, or a tied weight has
+            different values under its names.
         RuntimeError: called inside ``whole_parameters``.
     """
     synchronize_replicas(model)  # an exchange in flight must end before the weights are replaced
@@ -172,7 +172,7 @@ def load_safetensors(path: str | os.PathLike[str], model: nn.Module) -> None:
         extras = {plain: places.pop(name) for name, plain in bare.items() if is_extra_state(plain)}
         shapes = {name: each.shape for name, each in places.items()} | dict.fromkeys(extras)
         tied = aliases(own)
-        # a tied weight needs one of its names, and other engines' files have no extra states
+        # names that may be missing: all but one of a tied weight's, and extra states, which others' files do not have
         found = {tied.get(name, name) for name in places}
         spare = {name for name in {*tied, *tied.values()} if tied.get(name, name) in found} - places.keys()
         spare |= {name for name in own if is_extra_state(name)} - extras.keys()
@@ -380,7 +380,7 @@ class _Stored(NamedTuple):
 
 
 def _fill(target: Any, stored: _Stored) -> None:
-    """Read this rank's parts of a tensor."""
+    """Read this rank's parts of the ``stored`` tensor into ``target``."""
     if not isinstance(target, FlatDTensor) or not target.dim():
         target.copy_(stored.file.get_tensor(stored.name))
         return

@@ -56,7 +56,7 @@ _TRIES = 100
 
 
 class _ReplacedError(RuntimeError):
-    """Raised where the model has read parts of two checkpoints."""
+    """Raised if a save replaced the checkpoint during a load, so that the model may hold parts of both."""
 
 
 def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers = None) -> dict[str, Any]:
@@ -101,7 +101,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers =
 def load_from(
     reader_of: Callable[[], CheckpointReader], model: nn.Module, optimizers: Sequence[Optimizer], ranks: Ranks
 ) -> dict[str, Any]:
-    """Load the checkpoint of a reader; after an error the caller checks whether a save replaced it. A collective."""
+    """Load the checkpoint that ``reader_of`` opens; after an error, callers check if it was replaced. A collective."""
     group = ranks.front
     with together(group):
         reader = reader_of()
@@ -148,7 +148,7 @@ def load_from(
         with together(group):
             restore_optimizers(model, optimizers, state[OPTIMIZER])
     try:
-        read_into(weights, reader, ranks.back)  # only weights are read in place, not into new memory first
+        read_into(weights, reader, ranks.back)  # in place, unlike the rest: an error leaves some old weights
     except Exception as error:
         raise _ReplacedError(
             f"{folder} was whole and changed while it was read ({error}): the model holds some of each, load again"
@@ -161,9 +161,9 @@ def load_from(
 
 
 def read_into(state: dict[str, Any], reader: CheckpointReader, group: Group, dry: bool = False) -> None:
-    """Fill the tensors and gaps of ``state`` from a checkpoint, each rank its own parts. A collective of ``group``.
+    """Fill the tensors of ``state``, and its Nones by other values, from a checkpoint. A collective of ``group``.
 
-    With ``dry`` everything is read, and damage raises, but only gaps are filled.
+    Each rank reads its own parts. With ``dry`` everything is read, and damage raises, but no tensor is filled.
     """
     stored, parts = reader.stored_names, dict(state)
     if MODEL in state:
@@ -289,11 +289,9 @@ def _check_optimizer(contents: Metadata, model: nn.Module, folder: Path) -> None
 
 
 def _check_moments(contents: Metadata, shapes: Mapping[str, torch.Size], folder: Path) -> None:
-    """Compare the shapes of an optimizer's tensors with their parameters', if the optimizer has tensors of parameters'
-    shapes.
+    """Compare optimizer tensors' shapes with their parameters', for names (``exp_avg``) under which any has that shape.
 
-    It has if the tensor of any other parameter has that parameter's shape. Factors that broadcast along a dimension
-    fit, and so do flattened tensors, and lists.
+    Factors that broadcast along a dimension fit, and so do flattened tensors, and lists.
     """
     alike, odd = set(), {}
     for key, path in (contents.planner_data or {}).items():
@@ -324,7 +322,7 @@ def _repeats(size: torch.Size, shape: torch.Size) -> bool:
 def _check_groups(
     saved: Sequence[Mapping[str, Any]], model: nn.Module, optimizers: Sequence[Optimizer], folder: Path
 ) -> None:
-    """Compare the optimizers' parameter groups, and the kinds of the optimizers."""
+    """Compare the optimizers' parameter groups, and kinds, with the ``saved`` groups."""
     then = {name: index for index, group in enumerate(saved) for name in group["params"]}
     groups = [(type(each).__name__, group) for each in optimizers for group in each.param_groups]
     names = (name for each in names_in_order(model, optimizers) for name in each)
@@ -347,8 +345,8 @@ def _check_groups(
             "model, [first, second])"
         )
     for index, (kind, group) in enumerate(groups):
-        if index not in places:
-            continue  # this rank's group has no parameters
+        if index not in places:  # the group has no parameters on this rank
+            continue
         # the number of steps is no setting, and not all optimizers have it
         old, new = (set(each) - {"params", "steps"} for each in (saved[places[index]], group))
         gone, fresh = (_listed(sorted(some), ", ") for some in (old - new, new - old))

@@ -67,7 +67,7 @@ class _Sent:
         self.dtype = dtype
         self.patches = 0
         self.weights: dict[FSDPParam, Tensor] = {}
-        """This rank's range of each parameter, cast, as integers."""
+        """This rank's range of each parameter, cast to ``dtype`` and viewed as integers."""
 
     def change(self, param: FSDPParam) -> Tensor | None:
         """Store the present weights; return where they differ from those before, None in the first call."""
@@ -140,14 +140,14 @@ def weight_patch(model: nn.Module, *, dtype: torch.dtype = torch.bfloat16) -> We
 
 
 def _sends(param: FSDPParam) -> bool:
-    """Return whether this is the first of the ranks that hold the same elements."""
+    """Return whether this rank is the first of those that hold the same elements of ``param``."""
     parameter: Any = param.parameter
     at = parameter.device_mesh.get_coordinate()
     return all(place == 0 for place, kind in zip(at, parameter.placements, strict=True) if kind == Replicate())
 
 
 def _in_whole(spec: ShardSpec, places: Tensor) -> Tensor:
-    """Return the row-major places in the whole parameter of elements of this rank's range."""
+    """Return the row-major places in the whole parameter of the elements at ``places`` in this rank's range."""
     places = places + spec.local_range()[0]
     parallel = spec.tensor_parallel
     if parallel is None:

@@ -38,7 +38,7 @@ class Ranks(NamedTuple):
 
 
 def ranks_of(model: nn.Module, *, beside: bool = False) -> Ranks:
-    """Return the ranks of a sharded model, or all ranks. A collective at first, as it makes groups.
+    """Return the ranks of a sharded model, or all ranks. The first call is a collective: it makes groups.
 
     With ``beside`` the back group is one of its own, for a thread beside training, and waits no longer than training.
     """

@@ -92,14 +92,13 @@ class CheckpointReader(FileSystemReader):
 
     Args:
         path: folder of the checkpoint.
-        fetch: brings files of these names into the folder before they are read, where some may be missing. A
-            collective, if it is one, of the ranks that load.
+        fetch: function that brings files of given names into the folder, where some may be missing, before they are
+            read. It may be a collective of the ranks that load.
 
     ``contents`` is what the checkpoint holds, ``names`` the files of its tensors with their least sizes in bytes,
-    ``stored_names`` the names of a model's tensors with wrappers in them, by
-    those without, ``extra_sums`` the CRC-32 of the ranks' extra files (None: not written
-    down), ``digest`` that of the table of contents, in which each save has an id of its own: ranks with equal digests
-    read the same save.
+    ``stored_names`` the names of a model's tensors with wrappers in them, by those without, ``extra_sums`` the CRC-32
+    of the ranks' extra files (None: not written down), ``digest`` the SHA-256 of the table of contents, in which each
+    save has an id of its own: ranks with equal digests read the same save.
 
     Raises:
         FileNotFoundError: there is no such folder.
@@ -207,15 +206,15 @@ class UntrustedError(pickle.UnpicklingError):
 
 
 _UNUSED = {code[0] for code in (pickle.INST, pickle.OBJ, pickle.NEWOBJ_EX, pickle.ADDITEMS, pickle.FROZENSET)}
-"""Opcodes by which classes are called in other ways, and sets are filled: none is in a checkpoint."""
+"""Pickle's opcodes that call classes in other ways, or fill sets: no checkpoint has them."""
 _READ: dict[int, Any] = {**pickle._Unpickler.dispatch}
-"""Methods that read an opcode, by opcode: Python's own at first."""
+"""Methods of Python's own unpickler, by the opcode that each of them reads."""
 _BUILT = tuple(kind for kind in _ALLOWED.values() if is_dataclass(kind))
 _SMALL = (str, int, float, bool, type(None), torch.Size, torch.dtype, type)
 
 
 def _is_small(value: object) -> bool:
-    """Return whether a value is hashed, compared and printed in no time: tuples of tuples may be a memory full."""
+    """Return whether a value is quick to hash, compare and print: nested tuples that share parts may fill memory."""
     if isinstance(value, metadata.MetadataIndex):
         return all(isinstance(each, _SMALL) for each in vars(value).values())
     if type(value) is tuple:
@@ -257,7 +256,7 @@ class _Unpickler(pickle._Unpickler):
         )
 
     def _build(self) -> None:
-        """Set attributes: of an object that was made here, not of a class, nor of a member of an enumeration."""
+        """Set the attributes of an object that this unpickler has made; refuse classes and members of enumerations."""
         if type(self.stack[-2]) not in _BUILT:
             target = self.stack[-2]
             what = f"the class {target.__qualname__}" if isinstance(target, type) else f"a {type(target).__qualname__}"
@@ -336,7 +335,7 @@ def _check_contents(contents: Metadata) -> None:
 
 
 def _kinds(contents: Metadata) -> Iterator[tuple[object, tuple[type, ...]]]:
-    """Yield the parts of a table of contents, each with the types that it may be of; of parts known by then."""
+    """Yield each part of a table of contents with its allowed types; a container comes first, to be checked first."""
     none = type(None)
     yield contents.state_dict_metadata, (dict,)
     yield contents.storage_data, (dict,)
@@ -367,7 +366,7 @@ def _kinds(contents: Metadata) -> Iterator[tuple[object, tuple[type, ...]]]:
 
 
 _CUT = 8
-"""Dimensions in which a tensor may be cut: of twice as many, a few chunks had all corners that fit into memory."""
+"""Most dimensions in which a tensor may be cut: ``_tile`` holds 2 to this power corners of each chunk."""
 
 
 def _tile(stored: TensorStorageMetadata) -> bool:

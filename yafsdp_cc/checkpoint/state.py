@@ -84,7 +84,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def plain_name(name: str) -> str:
-    """Return a parameter's name in a state dict."""
+    """Return a name in a state dict without the parts that wrappers, such as ``torch.compile``, add."""
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
@@ -104,7 +104,7 @@ def load_model_state(model: nn.Module, values: Mapping[str, Any]) -> None:
     A module whose extra state is not among the ``values`` is not changed.
     """
     model = _without_ddp(model)
-    state = model.state_dict(keep_vars=True)  # the metadata also has the versions of modules
+    state = model.state_dict(keep_vars=True)  # its ``_metadata`` has the versions of modules, for loading
     gone = [name for name in state if plain_name(name) not in values]
     for name in gone:
         del state[name]
@@ -144,7 +144,7 @@ def unpacked(value: Any) -> Any:
 def _empty(
     contents: Metadata, paths: Mapping[str, tuple[Any, ...]], parameters: Mapping[str, Tensor] | None = None
 ) -> dict[str, Any]:
-    """Return tensors, in host memory or cut like their ``parameters``, and gaps for other values, at ``paths``."""
+    """Return, nested by ``paths``, tensors, in host memory or sharded like their ``parameters``; None for others."""
     empty: dict[str, Any] = {}
     for key, path in paths.items():
         stored, value = contents.state_dict_metadata[key], None
@@ -157,11 +157,11 @@ def _empty(
     return empty
 
 
-# Its optimizers ------------------------------------------------------------------------------------------------------
+# The optimizers ------------------------------------------------------------------------------------------------------
 
 
 def empty_optimizer_state(model: nn.Module, contents: Metadata) -> dict[str, Any]:
-    """Return placeholders for the optimizer's part of a checkpoint: tensors cut like their parameters, and gaps.
+    """Return placeholders for a checkpoint's optimizer part: tensors sharded like their parameters, None for others.
 
     ``contents`` must have such a part, and state for parameters of the model only.
     """

@@ -41,12 +41,12 @@ def accept_sharded(accelerator: Accelerator, model: nn.Module) -> Accelerator:
         )
     if state.fsdp_plugin.fsdp_version != 2:
         raise ValueError("this Accelerator has a plugin for the first FSDP: leave fsdp_plugin out, or fsdp_version=2")
-    # every new AcceleratorState, which a data loader makes, copies that of PartialState
+    # set both: a data loader makes a new AcceleratorState, which copies the type from PartialState
     state.distributed_type = PartialState().distributed_type = DistributedType.FSDP
 
     def prepare(*objects: Any) -> tuple[Any, ...]:
         prepared = [_prepare(accelerator, each) for each in objects]
-        # schedulers look for their optimizer among the prepared objects, so they come last
+        # a second pass: schedulers look for their optimizer among the objects that the first has prepared
         return tuple(each if isinstance(each, nn.Module) else accelerator._prepare_one(each) for each in prepared)
 
     accelerator._prepare_fsdp2 = prepare

@@ -59,7 +59,7 @@ def parallelize(
         from torchtitan.distributed.compile import apply_compile
 
         apply_compile(model, compile_config=compile_config, parallel_dims=parallel_dims)
-    # the Trainer calls the head by itself if it computes the loss in chunks
+    # units of their own: the Trainer calls the head by itself if it computes the loss in chunks
     ends = {"tok_embeddings", "lm_head"} & {name for name, _ in model.named_children()}
     shard(
         model,

@@ -19,18 +19,18 @@ AnyTrainer = TypeVar("AnyTrainer", bound="Trainer")
 
 
 def accept_sharded_model(trainer: AnyTrainer) -> AnyTrainer:
-    """Let ``trainer``, made with a model that ``yafsdp_cc.shard`` has sharded, train it as it would train FSDP2's.
+    """Let ``trainer`` train its model, which ``yafsdp_cc.shard`` has sharded, as it would train one of FSDP2.
 
-    It then makes its optimizer from the sharded parameters, wraps nothing, writes and resumes checkpoints of
+    The trainer then makes its optimizer from the sharded parameters, wraps nothing, writes and resumes checkpoints of
     ``torch.distributed.checkpoint``, and ``trainer.save_model()``, to be called on every rank, writes unsharded weights
     for ``from_pretrained``. ``generate`` of the model goes on until all ranks are done, unless it is passed
-    ``synced_gpus=False``. Call it before ``trainer.train()``; returns the same object.
+    ``synced_gpus=False``. Call this before ``trainer.train()``; returns the same object.
     """
     from transformers import TrainerCallback
 
     accept_sharded(trainer.accelerator, trainer.model)
     trainer.is_fsdp_enabled = True
-    trainer.accelerator.prepare_model(trainer.model, evaluation_mode=True)  # evaluate() may come before train()
+    trainer.accelerator.prepare_model(trainer.model, evaluation_mode=True)  # for an evaluate() before train()
 
     class KeepGenerate(TrainerCallback):  # type: ignore[misc]
         """Restore ``generate`` after the Trainer has replaced it by one for FSDP2, which needs FSDP2's own state."""
@@ -65,7 +65,7 @@ def _generate_together(model: Any) -> None:
 def metrics_callback(folder: str | Path, **options: Any) -> TrainerCallback:
     """Return a callback for ``Trainer(callbacks=[...])`` that writes ``metrics.jsonl``.
 
-    It reports when the Trainer logs (``logging_steps``), with the Trainer's mean loss since it last did.
+    The callback reports when the Trainer logs (``logging_steps``), with the Trainer's mean loss since it last did.
 
     Args:
         options: arguments of ``yafsdp_cc.Metrics``, except ``every``.

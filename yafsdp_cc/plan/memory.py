@@ -109,7 +109,7 @@ def _owners(state: FSDPState) -> tuple[PlannedOwner, ...]:
 
 
 def regathered(state: FSDPState) -> list[ParamGroup]:
-    """Return groups whose weights the backward gathers again, as a later group of the forward has their buffer."""
+    """Return groups whose weights the backward gathers again, as a later group of the forward takes their buffer."""
     last = {id(group.unsharded.buffer): group for group in state.groups}
     return [
         group

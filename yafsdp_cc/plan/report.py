@@ -156,14 +156,14 @@ class Plan:
     traffic: tuple[PlannedTraffic, ...] = ()
     """Bytes sent for each unit; ``communication`` has the sums."""
     replicas: int = 1
-    """Number of replicas of the ``world`` ranks of one shard."""
+    """Number of replicas of the model, each sharded across ``world`` ranks."""
     replica_bytes: int = 0
     sync_bytes: Mapping[str, int] = field(default_factory=dict)
     """Bytes of a ``ReplicaSync``'s buffers for the shard, by name."""
     secondary_shard_bytes: int = 0
     residual_bytes: int = 0
     owners: tuple[PlannedOwner, ...] = ()
-    """Owned matrices of every rank, with ``ownership``."""
+    """Matrices that each rank owns whole; empty with ``ownership="flat"``."""
     choices: tuple[PlannedChoice, ...] = ()
     """Bytes and residuals of each codec, where gradients are encoded."""
     delta_bytes: int = 0
@@ -295,7 +295,7 @@ def _unit_rows(units: Sequence[PlannedUnit], replicated: PlannedReplicated) -> I
 
 
 def _run_name(names: Sequence[str]) -> str:
-    """Return the names of a run, ``model.layers.0 ... 23 x24``: the last one reduced to where it differs."""
+    """Return one name for adjacent units, ``model.layers.0 ... 23 x24``: the last one reduced to where it differs."""
     if len(names) == 1:
         return names[0]
     first, last = names[0].split("."), names[-1].split(".")

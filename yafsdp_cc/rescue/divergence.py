@@ -100,7 +100,7 @@ def _is_replicated(parameter: Tensor) -> bool:
 
 
 def _found(parameter: Tensor) -> tuple[Hashable, int]:
-    """Return which part of a parameter this rank has, equal for those that must be alike, and a checksum of it."""
+    """Return an id of this rank's part of a parameter, equal where values must be, and the checksum of that part."""
     local = local_of(parameter).contiguous()
     part: tuple[int, ...] = ()
     if isinstance(parameter, DTensor):

@@ -73,7 +73,7 @@ def fetch(names: Collection[str], folder: Path, nodes: Nodes, group: Group) -> l
     """Bring files that ``folder`` lacks on this rank's node from other nodes. A collective.
 
     Returns:
-        What was moved, for all ranks.
+        The transfers that were made between all ranks.
 
     Raises:
         LostError: on every rank: no node has one of the files.
@@ -92,7 +92,7 @@ def fetch(names: Collection[str], folder: Path, nodes: Nodes, group: Group) -> l
     ordered = list(transfers.values())
     transfer(ordered, folder, group)
     if ordered:
-        all_gather_objects(None, group)  # another rank of this node may have received what this one reads
+        all_gather_objects(None, group)  # wait: other ranks of this node receive files for it
     return ordered
 
 
@@ -107,7 +107,7 @@ def transfer(
         transfers: the same on all ranks, in the same order.
         folder: folder of this rank.
         group: group of all ranks.
-        before_part: called before a part is sent, with the fraction of this rank's bytes that were.
+        before_part: called before a part is sent, with the fraction of this rank's bytes sent so far.
     """
     rank, _ = place_in(group)
     sent = [each for each in transfers if each.source == rank]
@@ -119,7 +119,7 @@ def transfer(
                     os.posix_fallocate(file.fileno(), 0, each.size)
     if not (sent or received):
         return
-    # Two threads: a rank that waited for its message to be taken before it took one might wait in a circle.
+    # Send and receive in two threads: ranks that only received once their own message was taken could wait in a circle.
     with ThreadPoolExecutor(1, "yafsdp_cc.receive") as receiver:
         done = receiver.submit(_receive, received, folder, group)
         total, gone = sum(each.size for each in sent), 0

@@ -61,14 +61,14 @@ if TYPE_CHECKING:
 STEPS, RANDOM = "steps", "random_states"
 """Names in the extra files for the number of finished steps and for the random states."""
 _WAIT = 0.002
-"""Seconds after which a part of a copy that waits for training's own messages looks again."""
+"""Seconds between looks whether training still communicates, while the copy to the buddy waits for that."""
 
 
 _all: weakref.WeakSet[Rescue] = weakref.WeakSet()
 
 
 def wait_for_snapshots() -> None:
-    """Return when no snapshot of this rank is under way: before its process groups go."""
+    """Return when no snapshot of this rank is under way; to be called before process groups are destroyed."""
     for each in list(_all):
         each._wait()
 
@@ -135,7 +135,7 @@ class Rescue:
         self._steps: int | None = None
         """Number of finished steps; None before ``restore``."""
         self._started = 0
-        """Number of steps at the start of the snapshot that is under way."""
+        """Number of finished steps when the snapshot that is under way was begun."""
         self._copied: dict[str, Any] = {}
         """Copy on the host of the state in the last snapshot, whose memory the next one uses again."""
         self._thread = ThreadPoolExecutor(1, "yafsdp_cc.rescue")
@@ -185,7 +185,7 @@ class Rescue:
         return taken.steps
 
     def _load(self, snapshots: list[str]) -> _Taken:
-        """Load the first of the snapshots whose files are all somewhere, unless the checkpoint is newer."""
+        """Load the first of ``snapshots`` whose files are all in some node's memory, unless the checkpoint is newer."""
         ranks = self._ranks
         saved = _step_at(self._path, ranks)
         problem: Exception | None = None
@@ -201,7 +201,7 @@ class Rescue:
                 with together(ranks.front):
                     folder.mkdir(exist_ok=True)
                 bring([METADATA])
-                with together(ranks.front):  # the table may be damaged on one node alone
+                with together(ranks.front):  # a table damaged on one node fails on all ranks
                     reader = CheckpointReader(folder, bring)
                 bring(_extras(reader))
                 extra = load_from(partial(_same, reader), self._model, self._optimizers, ranks)
@@ -223,7 +223,7 @@ class Rescue:
         return _Taken(0)
 
     def _take(self, extra: dict[str, Any]) -> None:
-        """Give objects the states that were loaded."""
+        """Restore the objects in ``states``, and the random states, from a loaded ``extra``."""
         for name, each in self._states.items():
             if name not in extra:
                 continue
@@ -269,14 +269,14 @@ class Rescue:
         return {**states, STEPS: self._steps, RANDOM: _random_states()}
 
     def _tell_progress(self) -> None:
-        with suppress(OSError):  # the number only says how many steps are made again
+        with suppress(OSError):  # a full memory: the number is only for a message of ``restore``
             (self._folder / f"steps-{self._nodes.rank}").write_text(str(self._steps))
 
     def _wait(self) -> None:
         job, self._job = self._job, None
         if job is None:
             return
-        self._started -= self._every  # nothing may wait for training now
+        self._started -= self._every  # ``_let_training_go_first`` returns at once: training waits
         try:
             job.result()
         except Exception as error:
@@ -301,7 +301,7 @@ class Rescue:
         self._job = self._thread.submit(self._write, self._steps, state, content, copied)
 
     def _write(self, step: int, state: dict[str, Any], content: bytes, copied: torch.cuda.Event | None) -> None:
-        """Write a snapshot, in the thread."""
+        """Write a snapshot; runs in the background thread."""
         group, (rank, world) = self._ranks.back, place_in(self._ranks.back)
         folder = self._folder / f"step-{step}.{self._life}"
         if copied is not None:
@@ -328,7 +328,7 @@ class Rescue:
             for name, size in names
         ]
         transfer(copies, folder, group, self._let_training_go_first)
-        all_gather_objects(None, group)  # every file is on two nodes
+        all_gather_objects(None, group)  # a barrier: now every file is on two nodes
         if self._nodes.is_first:
             files.write(folder / f"{METADATA}.part", next(table for _, table in found if table))
             os.replace(folder / f"{METADATA}.part", folder / METADATA)
@@ -367,7 +367,7 @@ class _Taken(NamedTuple):
 
 
 class _MemoryWriter(CheckpointWriter):
-    """Writes the files of tensors; rank 0 has the table of contents in ``table`` then, for every node."""
+    """Writes the files of tensors; leaves the table of contents in ``table`` of rank 0, to be sent to every node."""
 
     table = b""
 

@@ -36,11 +36,11 @@ CPU = torch.device("cpu")
 
 
 def _count_causal(count: Callable[..., int], place: int) -> Callable[..., int]:
-    """Return ``count``, halved if the argument at ``place`` says that attention is causal."""
+    """Return the counter of operations ``count``, which counts half if argument ``place``, ``is_causal``, is true."""
     return lambda *args, **named: count(*args, **named) // (1 + bool(len(args) > place and args[place]))
 
 
-for _suffix, _place in (("", 4), ("_backward", 7)):  # torch counts these operations only for CUDA
+for _suffix, _place in (("", 4), ("_backward", 7)):  # torch counts flash attention only for CUDA
     _on_cuda = getattr(torch.ops.aten, f"_scaled_dot_product_flash_attention{_suffix}")
     _on_cpu = getattr(torch.ops.aten, f"_scaled_dot_product_flash_attention_for_cpu{_suffix}")
     flop_registry[_on_cpu] = _count_causal(flop_registry[_on_cuda], _place)
@@ -58,11 +58,11 @@ class Block(NamedTuple):
     """Bytes that one of the repeated blocks holds."""
 
     kept: int
-    """Bytes held from its forward to its backward, its output included."""
+    """Bytes held from the block's forward to its backward, its output included."""
     recomputed: int
-    """Bytes held in the same time if the block is checkpointed: its output, which is the input of the next block."""
+    """Bytes held from forward to backward if the block is checkpointed: its output, the input of the next block."""
     transient: int
-    """Bytes held in addition at the peak of its backward."""
+    """Bytes held in addition at the peak of the block's backward."""
 
 
 class Activations(NamedTuple):
@@ -92,9 +92,9 @@ class Activations(NamedTuple):
         return next((count for count in range(len(self.blocks) + 1) if self.peak(count) <= room), None)
 
     def scaled(self, doubled: Activations, times: float) -> Activations:
-        """Return the activations of ``times`` the batch, from these and from those of a ``doubled`` batch.
+        """Return the bytes for a batch ``times`` as large, from this object's and those of a ``doubled`` batch.
 
-        Bytes of a step are a constant and a part for each sequence.
+        Bytes are extrapolated along a line: they are a constant and a part for each sequence.
         """
 
         def of(once: int, twice: int) -> int:
@@ -104,7 +104,7 @@ class Activations(NamedTuple):
         return Activations(tuple(blocks), of(self.outside, doubled.outside), of(self.lowest, doubled.lowest))
 
     def largest_batch(self, doubled: Activations, batch: int, room: int, checkpointed: int) -> int:
-        """Return the most sequences whose activations take ``room`` bytes at most; these are of ``batch`` sequences."""
+        """Return the most sequences whose activations fit ``room`` bytes; this object's are of ``batch`` sequences."""
 
         def is_too_large(count: int) -> bool:
             return self.scaled(doubled, count / batch).peak(checkpointed) > room
@@ -122,13 +122,13 @@ large models, and buffers that are allocated once do not fragment.
 
 
 def headroom_of(held: int, communicators: int) -> dict[str, int]:
-    """Return the bytes to leave free beside ``held`` bytes, by name. Without ``communicators`` of NCCL, it is a CPU."""
+    """Return the bytes to leave free beside ``held`` bytes, by name; 0 ``communicators`` of NCCL mean ranks on CPUs."""
     lost = {f"fragmentation, {FRAGMENTED:.0%}": round(held * FRAGMENTED)}
     return {"CUDA context": CONTEXT, "NCCL": COMMUNICATOR * communicators, **lost} if communicators else lost
 
 
 def room_in(memory: int, communicators: int) -> int:
-    """Return the bytes that may be held in ``memory`` for the headroom to be left."""
+    """Return the bytes that may be held of ``memory`` bytes, so that ``headroom_of`` them remains free."""
     return int((memory - (CONTEXT + COMMUNICATOR * communicators if communicators else 0)) / (1 + FRAGMENTED))
 
 
@@ -230,8 +230,8 @@ def _from_config(name: str, batch: int, sequence: int) -> Subject:
 
     def loss(model: nn.Module) -> Tensor:
         tokens = _tokens(vocabulary, batch, sequence)
-        # without a mask Transformers would read the values of positions: causal attention gets one where they cannot be
-        # read
+        # Transformers looks for packed sequences in the values of positions; tensors without values would make it add a
+        # mask to causal attention
         with mock.patch.object(masking_utils, "find_packed_sequence_indices", return_value=None):
             found: Tensor = model(input_ids=tokens, labels=tokens, use_cache=False).loss
         return found
@@ -274,7 +274,7 @@ def plan_over(build: Callable[[], nn.Module], mesh: tuple[int, ...], device: str
     with torch.device("meta"):
         model = build()
     with warnings.catch_warnings(), fake_ranks(mesh, device, MetaDevice()) as ranks:
-        warnings.simplefilter("ignore")  # no warning of settings whose cost is being asked
+        warnings.simplefilter("ignore")  # the caller asks what these settings cost
         return plan_of(shard(model, mesh=ranks, **settings))
 
 

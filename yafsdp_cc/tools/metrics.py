@@ -93,7 +93,7 @@ class Metrics:
         device = {"device": next((each.device.type for each in model.parameters()), "cpu")}
         theirs = {name: value for name, value in (settings or {}).items() if name not in planned}
         self._write("start", {**theirs, **own, **device, **(planned if plans else {})})
-        # calls of a Lightning module's parts do not pass through its own forward
+        # time the sharded module itself: a LightningModule around it calls it without a forward of its own
         self._clock = _StepClock(self._sharded[0] if len(self._sharded) == 1 else model)
         self._pending = self._tokens = 0
         self._counted = self._sent()
@@ -129,7 +129,7 @@ class Metrics:
         self._since, self._counted = time.perf_counter(), sent
 
     def record(self, **values: Tensor | float) -> None:
-        """Write figures from outside of steps, such as ``val_loss``; time since the last step is not training."""
+        """Write figures from outside of steps, such as ``val_loss``; time since the last step counts for no step."""
         self._write("eval", {**self._means(values), "step": self.steps_made})
         now = time.perf_counter()
         self._since += now - max(self._stepped, self._since)
@@ -159,7 +159,7 @@ class Metrics:
             self._file = self._opened.enter_context(self.path.open("ab+", buffering=0))
             if self._file.tell():
                 self._file.seek(-1, os.SEEK_END)
-                # an earlier run was killed while it wrote a line
+                # end the half line of an earlier run that was killed
                 self._file.write(b"" if self._file.read(1) == b"\n" else b"\n")
         except (OSError, TypeError, ValueError) as error:
             raise ValueError(f"Metrics: {self.path} cannot be written: {error}") from error
@@ -186,7 +186,7 @@ class Metrics:
 
     def _write(self, event: str, values: dict[str, Any]) -> None:
         own = {"event": event, "seconds": round(time.perf_counter() - self._began, 3)}
-        written = own | values | own  # own names override values of the same names
+        written = own | values | own  # ``own`` comes first in the line, and overrides equal names in ``values``
         for name, value in written.items():
             if isinstance(value, float) and not isfinite(value):
                 written[name] = None
@@ -235,7 +235,7 @@ def peak_memory() -> int:
 
 
 class _StepClock:
-    """Measures forwards, backwards and optimizer steps, by CUDA events on a GPU; it waits only when it is read."""
+    """Measures forwards, backwards and optimizer steps, by CUDA events on a GPU; only ``parts`` waits for them."""
 
     def __init__(self, model: nn.Module) -> None:
         self._on_cuda = any(each.is_cuda for each in model.parameters())

@@ -31,15 +31,15 @@ class Link(NamedTuple):
     within: float = 0.0
     """Seconds for each byte that a rank sends within its node."""
     node: int = 1
-    """Number of ranks of a node, neighbours in the shard."""
+    """Number of ranks of a node, neighbours in the shard dimension of the mesh."""
     direct: bool = False
     """Whether reduces go straight to the owners, as encoded ones do, and not around a ring."""
 
     def seconds(self, event: Event, ranks: int) -> float:
         """Return how long it takes until every rank has sent the event's bytes.
 
-        A ring leaves a node once, over the links of all its ranks. What goes straight to its owner takes the sender's
-        link, but for the owners in its node. So do sums over replicas.
+        A ring leaves a node once, and its bytes share the links of all ranks of the node. A ``direct`` reduce sends all
+        bytes but those for owners in the node over the rank's own link, a sum over replicas simply all.
         """
         crossing = 1 / self.node if ranks > self.node else 0.0
         if event.kind == "all_reduce":
@@ -73,7 +73,7 @@ class Event(NamedTuple):
     amount: float
     """Floating-point operations, or bytes that a rank sends."""
     after: tuple[int, ...]
-    """Indices of further events that it waits for, beside those before it in its lane."""
+    """Indices of events that this one waits for, besides those before it in its lane."""
 
     @property
     def is_compute(self) -> bool:
@@ -123,7 +123,7 @@ def step_time(events: Sequence[Event], ranks: int, flops_per_second: float, link
 
 
 def events_of(plan: Plan, work: Mapping[str, Work]) -> list[Event]:
-    """Return a step in the order in which it is issued.
+    """Return the events of a step in the order in which the engine issues them.
 
     Args:
         work: operations by the name of a unit; those outside of units in "".
@@ -148,7 +148,7 @@ def events_of(plan: Plan, work: Mapping[str, Work]) -> list[Event]:
     computed: dict[int, int | None] = {}
     gathered: dict[int, int | None] = {0: add("all_gather", units[0].name, traffic[0].gather_forward)}
     for index in order:
-        if index + 1 < len(units):  # prefetched
+        if index + 1 < len(units):  # the next unit's weights are prefetched
             freed = computed.get(before[index + 1])
             gathered[index + 1] = add("all_gather", units[index + 1].name, traffic[index + 1].gather_forward, freed)
         computed[index] = add("forward", units[index].name, operations[index].forward, gathered[index])
@@ -168,7 +168,7 @@ def events_of(plan: Plan, work: Mapping[str, Work]) -> list[Event]:
         if plan.communication.replicas and in_reduces:
             share = traffic[index].reduce / in_reduces
             reduced[index] = add("all_reduce", name, share * plan.communication.replicas, reduced[index])
-        if before[index] >= 0:  # the previous unit in the buffer has left it
+        if before[index] >= 0:  # the buffer is free for the unit that had it before
             again = before[index]
             gathered[again] = add("all_gather", units[again].name, traffic[again].gather_backward, done)
     add("all_reduce", "", plan.communication.replicated, len(events) - 1)
@@ -176,7 +176,7 @@ def events_of(plan: Plan, work: Mapping[str, Work]) -> list[Event]:
 
 
 def _previous(owners: Sequence[object]) -> list[int]:
-    """For each index, return the last one before it with the same owner; -1 if there is none."""
+    """Return, for each index of ``owners``, the last index before it with the same owner; -1 if there is none."""
     last: dict[object, int] = {}
     found = []
     for index, owner in enumerate(owners):

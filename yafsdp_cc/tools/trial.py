@@ -42,7 +42,7 @@ REPLACED = {
     "precision": ("mp_policy",),
     "shard": ("reshard_after_forward", "zero_stage"),
 }
-"""Arguments of ``shard`` and ``fully_shard`` that a setting of each section takes the place of."""
+"""Arguments of ``shard`` and ``fully_shard``, by the section whose settings replace them."""
 
 
 class Asked(NamedTuple):
@@ -53,9 +53,9 @@ class Asked(NamedTuple):
     """Time at which the run should have ended, in seconds since the epoch."""
     steps: int
     timed: int
-    """Number of steps for the loss, and of steps to time after them, at most."""
+    """Most steps to time, after at most ``steps`` steps for the loss."""
     settings: dict[str, Any]
-    """Settings of the engine that hold whatever the script and the run file say."""
+    """Settings of the engine that overrule the script and the run file."""
     by_torch: bool
     """Whether torch's own ``fully_shard`` shards."""
     one_bit: bool
@@ -63,12 +63,12 @@ class Asked(NamedTuple):
     clip: float | None
     """Limit that the script passes to ``clip_grad_norm_``, for ``OneBitAdam``."""
     bandwidth: str | None
-    """Rate of the links of the lab that this rank is in, from the recorded step on."""
+    """Rate of the links between ranks from the recorded step on, if they are in a ``netlab.Lab``; else None."""
 
 
 @contextmanager
 def on_trial(wanted: str) -> Iterator[None]:
-    """Watch a script, which ends with this process; one that ends by itself before has its figures written, too."""
+    """Watch the script that runs in the block; write figures also if it ends before the trial ends this process."""
     trial = Trial(Asked(**json.loads(wanted)))
     try:
         yield
@@ -149,10 +149,10 @@ class Trial:
                 vars(sys.modules[f"torch.optim.{kind.lower()}"])[kind] = one_bit
 
     def _watched(self, function: Callable[..., Any], *called: str) -> Callable[..., Any]:
-        """Return ``shard`` or ``fully_shard`` without the arguments that a setting takes the place of."""
+        """Return ``shard`` or ``fully_shard``, called without the arguments that the trial's settings replace."""
         replaced = {each for name in self._asked.settings for each in REPLACED[name.partition(".")[0]]}
         if function is fsdp.fully_shard:
-            replaced |= {"compression", "ownership"}  # torch's has no such arguments
+            replaced |= {"compression", "ownership"}  # torch's ``fully_shard`` has no such arguments
 
         @functools.wraps(function)
         def watched(module: Any, *args: Any, **given: Any) -> Any:
@@ -173,7 +173,7 @@ class Trial:
             raise TypeError(
                 f"OneBitAdam replaces torch's Adam and AdamW, and this script has {type(optimizer).__name__}"
             )
-        if not self._losses:  # a start that was slow leaves some time for steps
+        if not self._losses:  # even a slow start leaves some time for steps
             self._began = time.time()
             self._ends = max(self._asked.ends, self._began + LEAST_SECONDS)
         self._losses.append(self._roots)
@@ -261,7 +261,7 @@ class Trial:
         path.with_suffix(".part").replace(path)
 
     def _engines(self) -> list[nn.Module]:
-        """Return the outermost modules that this engine has sharded."""
+        """Return the outermost modules that ``yafsdp_cc`` has sharded."""
         states = [state for module in self._modules if (state := state_of(module)) is not None]
         return list({id(state.model): state.model for state in states}.values())
 
@@ -271,11 +271,11 @@ class Trial:
 
 
 def _one_bit(kind: str, asked: Asked, modules: list[nn.Module]) -> type[OneBitAdam]:
-    """Return a class that a script makes like torch's ``Adam`` or ``AdamW``, and that is ``OneBitAdam``."""
+    """Return a subclass of ``OneBitAdam`` that takes the arguments of torch's ``Adam`` or ``AdamW``."""
 
     class OneBit(OneBitAdam):
         def __init__(self, params: Any, *args: Any, **given: Any) -> None:
-            for name in ("foreach", "fused", "capturable", "differentiable"):  # say how torch's is computed
+            for name in ("foreach", "fused", "capturable", "differentiable"):  # choose among torch's kernels
                 given.pop(name, None)
             if wrong := [name for name in ("amsgrad", "maximize") if given.pop(name, False)]:
                 raise ValueError(f"OneBitAdam has no {wrong[0]}, which this script passes to {kind}")
@@ -285,10 +285,11 @@ def _one_bit(kind: str, asked: Asked, modules: list[nn.Module]) -> type[OneBitAd
                         "OneBitAdam decays weights as AdamW does, and this script passes weight_decay to Adam"
                     )
                 given["weight_decay"] = 0.0
+            # OneBitAdam asks for the engine, which ``fully_shard`` alone makes only in the first forward
             if modules:
-                current_state(modules[-1])  # ``fully_shard`` alone makes no engine before the first forward
-            # later rounds only time steps, and exact sums for the second moment are rare in a real run
+                current_state(modules[-1])
             warmup_steps = max(1, asked.steps // 2)
+            # short rounds only time steps, and refreshes, exact sums for the second moment, are rare in a real run
             refreshes = 4 if asked.steps > warmup_steps + 4 else 0
             super().__init__(
                 params, *args, warmup_steps=warmup_steps, refreshes=refreshes, max_grad_norm=asked.clip, **given

@@ -24,7 +24,7 @@ COMMANDS = {
 }
 """Description of each command; its module has ``main(argv) -> exit status``."""
 MODULES = {"try": "try_"}
-"""Modules whose names are not those of their commands, as these are words of Python."""
+"""Modules of commands whose own names are keywords of Python."""
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -18,7 +18,7 @@ def main(argv: list[str]) -> int:
     parser = _parser()
     asked = parser.parse_args(argv)
 
-    # only after the flags are checked: it takes seconds
+    # only after the flags are checked: importing it takes seconds
     from yafsdp_cc.config import RunFileError, read, schema, to_environment, to_yaml
 
     try:

@@ -23,7 +23,7 @@ def main(argv: list[str]) -> int:
 
     import pickle
 
-    import torch  # only after the flags are checked: it takes seconds
+    import torch  # only after the flags are checked: importing it takes seconds
 
     from yafsdp_cc.checkpoint.full import convert
 

@@ -74,11 +74,11 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser, folder: Pa
     """
     # flight-recorder files, written after a time-out by NCCL's process groups themselves, and by the runner for gloo's
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
-    if "TORCH_NCCL_DEBUG_INFO_TEMP_FILE" not in os.environ:  # older name of the variable
+    if "TORCH_NCCL_DEBUG_INFO_TEMP_FILE" not in os.environ:  # older name of TORCH_FR_DUMP_TEMP_FILE
         os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", f"{folder.absolute()}/flight-recorder-rank-")
     by_torch = options.run_path or options.logs_specs or (options.redirects, options.tee) != ("0", "0")
     if options.run_path and (options.redirects, options.tee) == ("0", "0"):
-        options.tee = "3"  # the ranks open files of their own
+        options.tee = "3"  # torch's own log files, and the console: ranks of --run-path open their files themselves
     with tempfile.TemporaryDirectory(prefix="yafsdp-cc-") as errors:
         options.log_dir = str(folder) if by_torch else errors
         config, command, arguments = _torch_config(options, parser)
@@ -95,7 +95,7 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser, folder: Pa
             status = _launch(job, config, command, arguments, parser)
             return status
         except SignalException as stopped:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher is ending anyway
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # ignore Ctrl-C: the launcher is ending
             return 128 + stopped.sigval
         finally:
             memory.close(status)
@@ -104,7 +104,7 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser, folder: Pa
 
 
 class _Job(NamedTuple):
-    """Data of a job for reports of failures."""
+    """What a report of failed ranks needs to know of the job."""
 
     folder: Path
     logs: RankLogs | None
@@ -170,7 +170,7 @@ def _launch(
 
     signal.signal(signal.SIGINT, _stop_ranks)
     try:
-        # torch takes the agent class from this module's attribute only
+        # ``elastic_launch`` takes the agent class from this attribute, and from no argument
         setattr(launcher_api, "LocalElasticAgent", Agent)  # noqa: B010  (mypy forbids the assignment)
         launcher_api.elastic_launch(config, command)(*arguments)
     except ChildFailedError as failed:
@@ -218,7 +218,7 @@ class FreshStores(RendezvousHandler):
 
     def __init__(self, params: RendezvousParameters) -> None:
         backend, nodes = params.config.pop("meets_by"), (params.min_nodes, params.max_nodes)
-        params.config.setdefault("keep_alive_interval", 1)  # a dead launcher is noticed after 5 s; torch's own: 15 s
+        params.config.setdefault("keep_alive_interval", 1)  # a dead launcher is noticed after 5 s; default: 15 s
         params.config.setdefault("keep_alive_max_attempt", 5)
         is_here = params.config.pop("is_here") and backend in ("static", "c10d")
         inner = RendezvousParameters(
@@ -231,16 +231,16 @@ class FreshStores(RendezvousHandler):
         self._place = params.endpoint
         self._attempt = 0
         self._server: TCPStore | None = None
-        """Of the ranks, if this node has it; of the first attempt at the port that the user gave, else at any."""
+        """Store of the ranks, if this node serves it: of a first attempt at the user's port, else at a free one."""
         try:
-            seconds = 2 * (inner.get_as_int("read_timeout") or 60)  # torch tries twice
+            seconds = 2 * (inner.get_as_int("read_timeout") or 60)  # torch tries twice, for ``read_timeout`` each
             _, port = ("", 0) if "/" in params.endpoint else parse_rendezvous_endpoint(params.endpoint, 29400)
             if is_here and backend == "static":
                 self._server, port = self._meet(lambda: _listening_store("localhost", port)), 0
             store = None
             if is_here and inner.get("store_type", "tcp") == "tcp":
-                # torch's own store of a run would listen on all interfaces, and hold pickles.
-                with suppress(OSError):  # another run's at this port, if it is the user's: the two may share it
+                # on localhost alone: torch's own would listen on all interfaces, and launchers unpickle what is in it
+                with suppress(OSError):  # the port is taken: torch's own store joins another run's there
                     store = _listening_store("localhost", port)
             if store is not None:
                 meeting = C10dRendezvousBackend(store, inner.run_id)
@@ -291,9 +291,10 @@ class FreshStores(RendezvousHandler):
     def _next(self, attempt: int) -> RendezvousInfo:
         info = self._inner.next_rendezvous()
         place = info.bootstrap_store_info
+        # nothing to change without an address, or in a first attempt, at the address that the user gave
         if place is None or (self._is_static and not attempt):
-            return info  # on the address that the user gave
-        # the other backends prefix keys by round: a node that came later has counted fewer attempts
+            return info
+        # backends other than static prefix keys by round themselves; a node that came late has counted fewer attempts
         store = PrefixStore(f"yafsdp_cc/{attempt if self._is_static else 'ranks'}", info.store)
         port = None
         if info.rank == 0:
@@ -327,7 +328,7 @@ class FreshStores(RendezvousHandler):
 
 
 def _listening_store(address: str, port: int = 0, *, everywhere: bool = False) -> TCPStore:
-    """Return a store that listens on this ``address`` alone, on a free port if 0; or everywhere, as torch's own."""
+    """Return a store that listens on ``address`` alone, at a free port if ``port`` is 0; or on all interfaces."""
     if everywhere:
         return TCPStore(address, 0, is_master=True, wait_for_workers=False)
     family, *_, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
@@ -341,8 +342,8 @@ def _first_line(error: BaseException) -> str:
 
 
 class Failure(NamedTuple):
-    """How a rank ended. Killed ranks, and those without our runner, wrote no error file, so without time or
-    traceback."""
+    """How a rank ended. Killed ranks, and those without our runner, write no error file: ``time_ns`` is 0 then, and
+    ``traceback`` empty."""
 
     time_ns: int
     rank: int

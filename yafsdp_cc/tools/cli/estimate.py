@@ -381,7 +381,7 @@ def _checkpoint(text: str) -> str | int:
 
 
 def _quantity(units: Mapping[str, float]) -> Callable[[str], float]:
-    """Return a parser of positive numbers with one of these units."""
+    """Return a parser of positive numbers that end in one of ``units``."""
 
     def read(text: str) -> float:
         if value := quantity(text, units):

@@ -31,7 +31,7 @@ _RUNNER = "yafsdp_cc.tools.cli.runner"
 
 
 def install(*, is_forking: bool) -> None:
-    """Let torch's agent fork our runner's ranks, or start them as it does, and end those that are stopped."""
+    """Let torch's agent fork ranks, if ``is_forking``, and continue those that are stopped, so that they can end."""
     if is_forking:
         multiprocessing.set_forkserver_preload(["yafsdp_cc.tools.cli.preload"])
         forkserver.ensure_running()
@@ -48,12 +48,12 @@ def install(*, is_forking: bool) -> None:
         def close(self, death_sig: signal.Signals | None = None) -> None:
             super().close(death_sig)
             with suppress(ProcessLookupError):
-                os.killpg(self.proc.pid, signal.SIGCONT)  # a stopped process takes no other signal than SIGKILL
+                os.killpg(self.proc.pid, signal.SIGCONT)  # a stopped process only then handles ``death_sig``
 
     def handler_of(**kwargs: Any) -> Handler:
         return Handler(**kwargs)
 
-    # torch takes the handler from this module's attribute only
+    # torch's agent takes the handler from this attribute, and from no argument
     setattr(api, "get_subprocess_handler", handler_of)  # noqa: B010  (mypy forbids the assignment)
 
 
@@ -82,7 +82,7 @@ class _Rank:
 
 
 class _Descriptor:
-    """A descriptor of this process, which a forked rank gets as a number of its own."""
+    """A file descriptor of this process; unpickled in a forked rank, it is the number of the rank's own copy."""
 
     def __init__(self, number: int) -> None:
         self._number = number
@@ -105,9 +105,9 @@ def _be_rank(environment: dict[str, str], arguments: list[str], outputs: list[in
             os.close(descriptor)
         for stream in (sys.stdout, sys.stderr):
             cast("io.TextIOWrapper", stream).reconfigure(write_through=True)  # as by python -u
-        multiprocessing.set_start_method(None, force=True)  # a rank's own processes start as in any program
+        multiprocessing.set_start_method(None, force=True)  # reset: the script may set a start method
         with suppress(KeyError, ValueError):
-            torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))  # which OpenMP has read when it was loaded
+            torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))  # OpenMP read the variable when it was loaded
         random.seed()
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed()

@@ -99,7 +99,7 @@ def main(argv: list[str]) -> int:
 
 
 def _settings(parser: argparse.ArgumentParser, given: Mapping[str, Any]) -> Settings:
-    """Read the settings of the run file and the like; pass those of the engine on to the ranks."""
+    """Read the settings of run file, environment and command line; pass those of the engine on to the ranks."""
     from yafsdp_cc.compression.config import compression_of_run
     from yafsdp_cc.config import RUN, read, to_environment
 

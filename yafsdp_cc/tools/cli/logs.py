@@ -118,7 +118,7 @@ class _Copies:
         self._thread.start()
 
     def add(self, log: int, console: int | None) -> str:
-        """Return the path of a new pipe, to a log that this object now closes and perhaps to the console."""
+        """Return the path of a new pipe, copied to ``log``, which ``finish`` closes, and to ``console`` unless None."""
         self._logs.add(log)
         return f"/proc/{os.getpid()}/fd/{self._pipe([log] if console is None else [console, log])}"
 
@@ -133,7 +133,7 @@ class _Copies:
                 os.close(file)
 
     def _pipe(self, targets: list[int] | None) -> int:
-        """Return the writing end of a new pipe to some files; with None, any write to it stops the thread."""
+        """Return the writing end of a new pipe, copied to the files ``targets``; None: a write stops the thread."""
         source, end = os.pipe()
         self._selector.register(source, selectors.EVENT_READ, targets)
         self._ends += [source, end]

@@ -16,5 +16,5 @@ import yafsdp_cc.rescue.rescue
 import yafsdp_cc.tools.metrics  # noqa: F401
 from yafsdp_cc.tools.cli.runner import end_with_parent
 
-os.setsid()  # a signal for the process group of a terminal is for the launcher and the ranks
+os.setsid()  # leave the terminal's process group: its Ctrl-C is for the launcher and the ranks
 end_with_parent()

@@ -85,7 +85,7 @@ def nsys_arguments(argv: list[str], folder: Path, trace: str) -> list[str]:
     script = [options.training_script, *options.training_script_args]
     flags = [each for each in argv[: len(argv) - len(script)] if each not in ("-m", "--module")]
     nsys = ["nsys", "profile", f"--output={folder}/rank%q{{RANK}}", "--force-overwrite=true", f"--trace={trace}"]
-    # at the end of the range nsys only stops recording: the others would wait for a rank that it kills
+    # at the end of the range nsys only stops recording: if it killed its rank, other ranks would wait for that
     nsys += ["--sample=none", "--cpuctxsw=none", "--capture-range=cudaProfilerApi", "--capture-range-end=stop"]
     runner = [sys.executable, "-m", "yafsdp_cc.tools.cli.runner", *(["-m"] if options.module else [])]
     return [*flags, "--no-python", *nsys, *runner, *script]

@@ -69,7 +69,7 @@ def _run_and_record(argv: list[str]) -> None:
         dist = sys.modules.get("torch.distributed")
         if dist is not None and dist.is_initialized():
             for module, wait in (("checkpoint.save", "wait_for_saves"), ("rescue.rescue", "wait_for_snapshots")):
-                getattr(sys.modules.get(f"yafsdp_cc.{module}"), wait, bool)()  # they communicate in threads
+                getattr(sys.modules.get(f"yafsdp_cc.{module}"), wait, bool)()  # their threads use the process group
             dist.destroy_process_group()
     except SystemExit as leave:
         status = leave.code & 0xFF if isinstance(leave.code, int) else int(leave.code is not None)
@@ -88,7 +88,7 @@ def _run_and_record(argv: list[str]) -> None:
 
 
 def _warn_of_unused_settings() -> None:
-    """Warn that nothing has asked for the run's settings: training may have gone on unsharded."""
+    """Warn if the script has not asked for the run's settings: training may have gone on unsharded."""
     config = sys.modules.get("yafsdp_cc.config")
     if os.environ.get("YAFSDP_CC_RUN", "{}") == "{}" or (config is not None and config.parsed.cache_info().currsize):
         return
@@ -152,9 +152,9 @@ def _dump_collectives() -> None:
     dist, prefix = sys.modules.get("torch.distributed"), os.environ.get("TORCH_FR_DUMP_TEMP_FILE")
     if dist is None or prefix is None or not dist.is_initialized() or "nccl" in str(dist.get_backend_config()):
         return
-    trace = getattr(sys.modules["torch._C._distributed_c10d"], "_dump_fr_trace", None)  # private name in torch
+    trace = getattr(sys.modules["torch._C._distributed_c10d"], "_dump_fr_trace", None)  # private in torch: may be gone
     if trace is not None:
-        with suppress(OSError, RuntimeError):  # only the failure itself matters
+        with suppress(OSError, RuntimeError):  # the failure is reported without a trace then
             Path(f"{prefix}{os.environ.get('RANK', '0')}").write_bytes(trace())
 
 

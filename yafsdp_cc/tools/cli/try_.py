@@ -44,7 +44,7 @@ FIRST_ROUND = 0.75
 SHORT, TIMED = 2, 8
 """Number of steps before those that are timed in later rounds, and of steps that are timed, at most."""
 PATIENCE = 30.0
-"""Seconds beyond its share after which a run is ended by force, if half of the time left is over, too."""
+"""Seconds after the end of its time when a run is ended by force; or half of all time left, if that is later."""
 WIDTHS = {"c10::BFloat16": 2, "c10::Half": 2, "float": 4, "double": 8}
 """Bytes of an element by the names of dtypes in traces."""
 ABOUT = """\
@@ -60,7 +60,7 @@ class Row:
 
     name: str
     reason: str = ""
-    """Why there are no figures."""
+    """Why the setting has no figures; "" if it has."""
     losses: list[list[float]] = field(default_factory=list)
     """Losses of each turn's steps, means over the ranks."""
     turns: list[list[float]] = field(default_factory=list)
@@ -110,7 +110,7 @@ def main(argv: list[str]) -> int:
     if not asked.minutes > 0 or not asked.within >= 0:
         parser.error("--minutes must be more than 0, and --within at least 0")
     trials = _Trials(asked, script)
-    # exact goes first, as it tells what the script calls
+    # the run of ``exact`` comes first: it tells which functions the script calls
     rows = trials.all_rounds(["exact", *(name for name in names if name != "exact")])
     compared = Comparison([rows[name] for name in SETTINGS if name in rows], asked.within)
     chosen, _ = compared.best()
@@ -128,9 +128,9 @@ class _Trials:
         self._ends = time.time() + 60 * asked.minutes
         self._steps, self._timed = asked.steps, TIMED
         self._known: dict[str, Any] = {}
-        """Figures of rank 0 in the first run, which is exact."""
+        """Figures of rank 0 in the first run, of the setting ``exact``."""
         self._hopeless = ""
-        """Why no setting makes sense."""
+        """Why no setting can have figures for this script; "" if some may."""
 
     @property
     def imports(self) -> str:
@@ -209,7 +209,7 @@ class _Trials:
                 process.wait()
         ranks = [json.loads(path.read_text()) for path in sorted(folder.glob("figures-*.json"))]
         if reason := self._reason(ranks, status, limit, folder):
-            row.reason = "" if turn else reason  # a later turn that fails takes nothing from the first
+            row.reason = "" if turn else reason  # a failing later turn takes nothing from earlier figures
         else:
             self._add(row, ranks, folder)
             reason = f"{time.time() - began:.0f} s"
@@ -239,9 +239,9 @@ class _Trials:
         first = ranks[0]
         if not self._known:
             self._known = first
-            # where exact had time for fewer steps, others need no more of them
+            # losses are compared with those of ``exact``: if it had time for fewer steps, others need no more
             self._steps = max(2, min(self._steps, len(first["losses"]) - len(first["timed"]) - 1))
-        if first["ended"] and len(first["timed"]) < 2:  # a script of few steps: other runs time more of them
+        if first["ended"] and len(first["timed"]) < 2:  # the script has few steps: time more of them in other runs
             self._steps = min(self._steps, len(first["losses"]) // 2)
             self._timed = max(2, len(first["losses"]) - self._steps - 1)
         row.losses.append([mean(each) for each in zip(*(each["losses"] for each in ranks), strict=False)])
@@ -275,7 +275,7 @@ def sent_in(trace: Path, ranks: int) -> int:
 
 
 class Comparison:
-    """Rows with figures beside exact."""
+    """Compares the rows that have figures with the row ``exact``."""
 
     def __init__(self, rows: Sequence[Row], within: float) -> None:
         self.left_out = [row for row in rows if row.reason or not row.turns]
@@ -283,9 +283,9 @@ class Comparison:
         self.base = next((row for row in self.rows if row.name == "exact"), None)
         self.last = min((len(row.losses[0]) for row in self.rows), default=0)
         self.first = self.last - max(1, min(5, self.last // 2))
-        """Index of the first step whose loss is compared, and of the step after the last one."""
+        """Index of the first step whose loss is compared; ``last`` is the one after them."""
         self.noise = 0.0
-        """Percent by which the losses of exact's first two turns differ in the last step of both."""
+        """Percent by which the losses of the first two turns of ``exact`` differ in the last step of both."""
         if self.base is not None and len(self.base.losses) > 1:
             *_, (once, again) = [(1.0, 1.0), *zip(*self.base.losses[:2], strict=False)]
             self.noise = _percent(abs(again - once), once)
@@ -296,7 +296,7 @@ class Comparison:
         return mean(row.losses[0][self.first : self.last] or [float("nan")])
 
     def above(self, row: Row) -> float:
-        """Return by how many percent a row's loss is above that of exact; NaN if that is unknown."""
+        """Return by how many percent a row's loss is above that of the row ``exact``; NaN if that is unknown."""
         return (
             float("nan") if self.base is None else _percent(self.loss(row) - self.loss(self.base), self.loss(self.base))
         )

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-HELD_OUT = 16  # one file in this many
+HELD_OUT = 16  # one file of 16, or 1/16 of a single file, is for validation
 ASIDE = {"site-packages", "test", "tests", "idle_test", "__pycache__"}
 """Folders of the standard library that are not read."""
 
@@ -25,7 +25,8 @@ class Text(NamedTuple):
 def read(path: Path | None) -> Text:
     """Return the text of a file, of the files under a folder, or (None) of the standard library.
 
-    Files are held out by a hash of their name: the same on every rank, in every run. A single file gives its last part.
+    A hash of its name says whether a file is held out: the same ones on every rank, in every run. Of a single file, the
+    last part is.
     """
     if path is not None and path.is_file():
         content = path.read_bytes()

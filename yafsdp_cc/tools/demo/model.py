@@ -75,7 +75,7 @@ class GPT(nn.Module):
                 nn.init.normal_(parameter, std=0.02 / (2 * depth) ** 0.5 if into_stream else 0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits of the byte after each position."""
+        """Return the logits of the byte after each position."""
         x = self.tokens(tokens)
         for block in self.blocks:
             x = block(x)

@@ -47,8 +47,8 @@ NOT_ALLOWED = (
 def keep(maker: int, lab: Connection, machines: int, ranks_per_machine: int, delay_ms: float, loss: float) -> NoReturn:
     """Run the keeper of a lab that the process ``maker`` has made.
 
-    Send the lab a temporary folder and each rank's descriptor, or an exception that says why there is no lab or what
-    has broken it.
+    Send the lab a temporary folder and the descriptor of each rank's namespace, or an exception that says why there is
+    no lab or what has broken it.
     """
     try:
         os.setsid()
@@ -93,7 +93,7 @@ def _make_namespaces(machines: int) -> list[int]:
 
 def _connect(held: list[int], relayed: bool, single: bool) -> None:
     """Join the machines by a bridge, unless a relay takes the ports; ``single``: every packet is to be a frame."""
-    # the relay reads the addresses' last bytes
+    # the relay takes a frame's receiver from the last bytes of the MAC address
     hardware = [f"02:00:00:00:00:{machine + 1:02x}" for machine in range(len(held))]
     hub = [] if relayed else ["link add hub type bridge mcast_snooping 0", "link set hub addrgenmode none up"]
     for machine, mac in enumerate(hardware):

@@ -96,7 +96,7 @@ class Lab:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with suppress(ConnectionError):  # a closed pipe would not do: processes forked meanwhile have it open, too
+        with suppress(ConnectionError):  # closing is not enough: forked processes hold the pipe, too
             self._keeper.send(None)
         self._keeper.close()
         os.waitpid(self._keeper_pid, 0)
@@ -120,7 +120,7 @@ class Lab:
         self.links.set_bandwidth(bandwidth, rank=rank, receive=receive)
 
     def traffic(self) -> list[Traffic]:
-        """Return the bytes that every machine has sent and received since the lab began; also for a rank's body."""
+        """Return the bytes that every machine has sent and received since the lab began; ranks may call it, too."""
         return self.links.traffic()
 
     def bytes(self) -> list[Traffic]:
@@ -191,7 +191,7 @@ def _received(answer: Connection, rank: int, processes: Sequence[ForkProcess]) -
     except EOFError:
         raise end_of(rank) from None
     if failed:
-        # a killed rank sends nothing, and the others lose their connection to it
+        # look for a killed rank, which sends nothing: other ranks fail as they lose their connection to it
         ended = wait([process.sentinel for process in processes], timeout=GRACE)
         killed = [other for other, process in enumerate(processes) if process.sentinel in ended]
         raise end_of(killed[0]) if killed else LabError(f"rank {rank}:{value}")

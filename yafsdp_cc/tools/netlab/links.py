@@ -15,7 +15,7 @@ UNSHAPED = "unshaped"
 VARIABLE = "YAFSDP_CC_NETLAB"
 DEVICE = "eth0"
 MASTER_PORT = "29500"
-"""Port in a network that no other program uses."""
+"""Port where the ranks of a lab meet: no other program uses the lab's network."""
 BITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9, "tbit": 10**12}
 FRAME = 66_000
 """Bytes of the largest frame, its headers in each packet counted."""
@@ -108,7 +108,7 @@ class Links(NamedTuple):
         return ["nsenter", *user, f"--net={namespace}", "--"]
 
     def set_bandwidth(self, bandwidth: str, *, rank: int | None = None, receive: str | None = None) -> None:
-        """Shape links from now on. One rank does it for all; no connection notices.
+        """Limit the rates of links from now on. One rank's call is for all; connections stay open.
 
         Args:
             rank: rank whose machine's link changes; None: all.
@@ -143,7 +143,7 @@ def port(machine: int) -> str:
 
 
 def quantity(text: str, units: Mapping[str, float]) -> float:
-    """Read a number with one of these units, such as ``100mbit``; return 0 for other texts."""
+    """Read a number that ends in one of ``units``, such as ``100mbit``; return 0 for other texts."""
     matched = re.fullmatch(rf"(\d+(?:\.\d+)?)({'|'.join(units)})", text)
     return float(matched[1]) * units[matched[2]] if matched else 0.0
 
@@ -168,7 +168,7 @@ def shaping(device: str, rate: int) -> str:
 
 
 def batch(command: Sequence[str], lines: Sequence[str], needs: str) -> None:
-    """Run a program of iproute2 with these lines; ``needs`` names the kernel feature that it may lack if it fails."""
+    """Run a program of iproute2 on ``lines``; ``needs`` names the kernel feature that it may lack if it fails."""
     done = subprocess.run([*command, "-batch", "-"], input="\n".join(lines), capture_output=True, text=True)
     if done.returncode != 0:
         why = " ".join(done.stderr.split())

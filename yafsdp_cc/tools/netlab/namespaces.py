@@ -40,7 +40,7 @@ def become_capable() -> None:
 def create() -> int:
     """Move to a new network namespace, whose interfaces do not announce themselves; return a descriptor of it."""
     _call("unshare", NEW_NET)
-    with suppress(OSError):  # if /proc/sys is read-only, some 90 bytes of IPv6 are counted now and then
+    with suppress(OSError):  # /proc/sys is read-only: IPv6 sends some 90 bytes now and then
         Path("/proc/sys/net/ipv6/conf/default/disable_ipv6").write_text("1")
     return os.open("/proc/self/ns/net", os.O_RDONLY)
 

@@ -21,7 +21,7 @@ MOST_POINTS = 300
 
 def ticks(low: float, high: float, most: int = 6) -> list[float]:
     """Return round numbers from ``low`` to ``high``, ``most`` of them at most."""
-    span = max((high - low) or abs(high), 1e-300)  # a fraction of the smallest numbers underflows to 0
+    span = max((high - low) or abs(high), 1e-300)  # a fraction of less could underflow to 0
     power = 10.0 ** floor(log10(span / most))
     step = next(power * each for each in (1, 2, 5, 10, 20) if span / (power * each) <= most - 1)
     return [step * each for each in range(ceil(low / step - 1e-9), floor(high / step + 1e-9) + 1)]
@@ -39,7 +39,7 @@ def number(value: float) -> str:
 def lines(
     title: str, across: str, up: str, curves: Mapping[str, Sequence[tuple[float, float]]], from_zero: bool = False
 ) -> str:
-    """Draw a line for each of ``curves``, points [x, y] by its name, and their legend.
+    """Draw ``curves``, points [x, y] by the name of a line, and their legend.
 
     With more than ``MOST_POINTS`` points, a line goes through medians of adjacent ones, and a band covers all of them.
     """

@@ -65,11 +65,11 @@ class Slowed(NamedTuple):
     """Number of runs of which at least nine tenths were beside communication; runs in between are not counted."""
     alone_us: float
     beside_us: float
-    """Mean microseconds of such a run."""
+    """Mean microseconds of a run beside communication."""
 
     @property
     def lost_us(self) -> float:
-        """Microseconds by which all such runs took longer than alone."""
+        """Microseconds by which all runs beside communication took longer than alone."""
         return self.beside * (self.beside_us - self.alone_us)
 
 
@@ -138,7 +138,7 @@ def measure(trace: Trace) -> Overlap:
 
 
 def _slowed(activities: Iterable[Activity], sent: list[Span]) -> list[Slowed]:
-    """Compare equal work beside communication and away from it."""
+    """Compare kernels of equal name and shape beside communication and away from it."""
     times: dict[tuple[str, str], tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
     for each in activities:
         took = each.end - each.start

@@ -83,7 +83,7 @@ class Run(NamedTuple):
         return [(x / scale, y) for x, y in found if y is not None]
 
     def usual(self, key: str) -> float | None:
-        """Return the median of a key over all reports but the first, whose step makes buffers."""
+        """Return the median of a key over all reports but the first, whose steps make buffers."""
         values = [y for _, y in self.curve(key)]
         return median(values[1:] or values) if values else None
 
@@ -209,7 +209,7 @@ def run_section(runs: Sequence[Run]) -> str:
     """Draw runs side by side."""
 
     def curves(key: str, **how: Any) -> dict[str, list[tuple[float, float]]]:
-        return {run.name: run.curve(key, **how) for run in runs}  # a colour means the same run in all charts
+        return {run.name: run.curve(key, **how) for run in runs}  # also without points: each run has one colour
 
     def parts(run: Run) -> dict[str, float]:
         found = {each: 1e3 * (run.usual(f"{each}_s") or 0.0) for each in PARTS}
@@ -308,7 +308,7 @@ def trace_section(found: Overlap) -> str:
                 (min(each.end, trace.start + step) - trace.start) / 1e3,
             )
             lanes.setdefault(each.lane, {}).setdefault(each.kind, []).append(span)
-    gap = step / 1e3 / 2000  # spans closer together than a picture can show
+    gap = step / 1e3 / 2000  # ms: a picture cannot show smaller gaps between spans
     drawn = {name: {kind: joined(spans, gap) for kind, spans in lane.items()} for name, lane in lanes.items()}
     shown = (f"<div><h3>{escape(title)}</h3>{table_html(rows)}</div>" for title, rows in trace_tables(found).items())
     tables = f"<div class=pair>{''.join(shown)}</div>"

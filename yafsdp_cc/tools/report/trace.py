@@ -38,7 +38,7 @@ class Activity(NamedTuple):
     """Name of the stream or thread."""
     kind: Kind
     group: str
-    """The unit whose range launched it; empty if none did."""
+    """Name of the unit in whose range the activity was launched; "" outside of all."""
     shape: str
     """Grid and block of a kernel, or shapes of an operator's inputs: work of equal name and shape is equal."""
 
@@ -54,7 +54,7 @@ class Trace(NamedTuple):
 
 
 class _Launch(NamedTuple):
-    """An activity and the place of its launch."""
+    """An activity, with the thread and the time of its launch."""
 
     start: float
     end: float
@@ -103,11 +103,11 @@ def _read(path: Path) -> Trace:
         raise UnreadableError(f"{path}: no kernel, copy or operator in this trace; record it with yafsdp-cc profile")
     steps = [each for each in ranges if re.match(r"ProfilerStep#|YaFSDP::iteration", each.name)]
     start = min(each.start for each in steps or launches)
-    # a GPU ends its part of a step later than the host
+    # activities count, too: a GPU ends its part of a step later than the host
     end = max(each.end for some in (steps, launches) for each in some)
     found = sorted(each for each in _labelled(launches, ranges) if each.end > start)
     updates = [each.name for each in ranges if each.name.startswith(_UPDATES)]
-    # a step that the script's end has cut off has no update; two optimizers make two
+    # steps by their ranges, and by updates of one optimizer: a step that the script's end has cut off has no update
     counts = len({each.name for each in steps}), sum(name == updates[0] for name in updates)
     return Trace(str(path), found, start, end, min(filter(None, counts), default=1))
 
@@ -176,7 +176,7 @@ def _collective(name: str) -> str:
 
 
 def _read_nsys(path: Path) -> tuple[list[_Launch], list[_Range]]:
-    """Source: NVIDIA Nsight Systems, SQLite Export Schema Reference."""
+    """Read an export of Nsight Systems (source: NVIDIA, SQLite Export Schema Reference)."""
     launches, thousand = [], 1e3  # nsys counts nanoseconds
     with closing(sqlite3.connect(path.absolute().as_uri() + "?mode=ro", uri=True)) as database:
         tables = {name for (name,) in database.execute("SELECT name FROM sqlite_master")}
@@ -236,7 +236,7 @@ _SENDS: dict[str, Kind] = {
     "replicated": "reduce",
     "post_backward_reduce": "reduce",
 }
-"""Kind of communication in a range of this package or of FSDP2."""
+"""Kind of communication by the word after ``YaFSDP::`` or ``FSDP::`` in the name of a range."""
 _UPDATES = ("Optimizer.step#", "YaFSDP::step")
 """Beginnings of the names of optimizers' ranges: torch's for Kineto, this package's for NVTX."""
 _NAMED: tuple[tuple[str, Kind], ...] = (("allgather", "all-gather"), ("reduce", "reduce"))
