@@ -38,12 +38,12 @@ SECONDS = "YAFSDP_CC_WATCH"
 _OURS, _TORCH = (str(Path(file).parent) for file in (sys.modules["yafsdp_cc"].__file__ or "", torch.__file__))
 _ENGINE = os.path.join(_OURS, "engine")
 _NOT_THE_USERS = (_OURS, _TORCH, sysconfig.get_path("stdlib"), "<frozen")
-_watch: _Watch | None = None
+_watches: list[_Watch] = []
+"""The watch of this process over the engines of its present default process group, if there are any."""
 
 
 def watch(context: GroupContext) -> None:
     """Watch over an engine as long as it lives."""
-    global _watch
     try:
         seconds = float(os.environ.get(SECONDS) or 60)
     except ValueError:
@@ -51,19 +51,15 @@ def watch(context: GroupContext) -> None:
     if not context.fingerprint.has_peers or seconds <= 0:
         return
     store = _get_default_store()
-    if _watch is None or _watch.of is not store or not _watch.is_alive():
-        _watch = _Watch(store, torch.distributed.get_rank(), seconds)
-        _watch.engines.add(context)
-        _watch.start()
-    _watch.engines.add(context)
+    found = next((each for each in _watches if each.of is store and each.is_alive()), None)
+    if found is None:
+        _watches[:] = [found := _Watch(store, torch.distributed.get_rank(), seconds)]
+        found.engines.add(context)
+        found.start()
+    found.engines.add(context)
 
 
-def _after_fork() -> None:
-    global _watch
-    _watch = None
-
-
-os.register_at_fork(after_in_child=_after_fork)  # threads do not survive a fork
+os.register_at_fork(after_in_child=_watches.clear)  # threads do not survive a fork
 
 
 class _Seen(NamedTuple):
