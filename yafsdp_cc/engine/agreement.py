@@ -72,7 +72,7 @@ class Agreement(StepState):
     last: deque[Operation] = history(partial(deque, maxlen=_SHOWN))
 
     def __init__(self, rank: int, ranks: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> None:
-        self._rank, self._ranks, self._world, self._store = rank, list(ranks), len(ranks), _get_default_store()
+        self._rank, self.ranks, self._world, self._store = rank, list(ranks), len(ranks), _get_default_store()
         self.has_peers = self._world > 1 and not is_python_group(group) and backend_of(group, device) != "fake"
         """Whether there are other ranks that answer questions over the store."""
         self._key = f"yafsdp_cc/fingerprint/{zlib.crc32(repr(list(ranks)).encode())}"
@@ -141,14 +141,17 @@ class Agreement(StepState):
             + (f", divided by {factors}" if factors else "")
         )
 
+    def told(self) -> str:
+        """Return the number of operations, and the last ones, in words."""
+        return f"{self.count} operations, the last: {', '.join(' '.join(each[:2]) for each in list(self.last))}"
+
     def explain(self, error: RuntimeError, doing: str, following: str = "") -> RuntimeError:
         """Return the failure of a collective with what each rank was doing; this rank was ``doing`` these lines, and
         about to issue ``following``."""
-        last = ", ".join(" ".join(each[:2]) for each in self.last)
-        mine = f"{self.count} operations, the last: {last}{following}"
+        mine = f"{self.told()}{following}"
         if doing:
             mine += "\n    " + doing.replace("\n", "\n    ")
-        reason, table = exchange_over_store(self._store, f"{self._key}/last", self._rank, self._ranks, mine)
+        reason, table = exchange_over_store(self._store, f"{self._key}/last", self._rank, self.ranks, mine)
         return RuntimeError(
             f"an operation failed: {reason}. Run the same forwards and backwards, freeze the same parameters and call "
             "set_requires_gradient_sync alike (parameters inside a unit may go unused).\n"

@@ -154,6 +154,11 @@ class GroupContext(_ContextStep):
             self.last_reduce = None
             self.in_flight.clear()
 
+    def is_communicating(self) -> bool:
+        """Return whether the last operation of a stream is under way. Any thread may ask."""
+        over_replicas = () if self.replicas is None else (self.replicas.stream,)
+        return any(each.is_running() for each in (self.gather_stream, self.reduce_stream, *over_replicas))
+
     def release(self) -> None:
         """Drop the references to groups, buffers and observers."""
         for pool in (*self.weight_pools.values(), *self.grad_pools.values()):

@@ -77,6 +77,10 @@ class CommStream:
     is_ordered = False
     """Whether the device orders operations; else operations that share buffers are waited for first."""
 
+    def __init__(self) -> None:
+        self.last: CommHandle | None = None
+        """Handle of the last operation."""
+
     def handle(self) -> CommHandle:
         """Return an idle handle of this stream, for any number of ``issue`` calls in turn."""
         return CommHandle()
@@ -94,6 +98,11 @@ class CommStream:
         handle.works = start(True)
         handle.finish = finish
         handle.pending = True
+        self.last = handle
+
+    def is_running(self) -> bool:
+        """Return whether the last operation is under way. Any thread may ask."""
+        return self.last is not None and self.last.is_running()
 
     def join(self, event: StreamEvent | None) -> None:
         """Make the caller's later work wait for ``event``."""
@@ -144,6 +153,7 @@ class CudaCommStream(CommStream):
     is_ordered = True
 
     def __init__(self, device: torch.device) -> None:
+        super().__init__()
         self.device = device
         self.side = torch.cuda.Stream(device, priority=-1)
         self._caller_point = torch.cuda.Event()
@@ -167,6 +177,7 @@ class CudaCommStream(CommStream):
                 finish()
             handle.event.record(self.side)
         handle.pending = True
+        self.last = handle
 
     def join(self, event: StreamEvent | None) -> None:
         stream = torch.cuda.current_stream(self.device)

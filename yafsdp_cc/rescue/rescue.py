@@ -344,16 +344,10 @@ class Rescue:
     def _let_training_go_first(self, sent: float) -> None:
         """Wait while training communicates, unless the copy would not be over before the next snapshot."""
         assert self._steps is not None
-        while self._is_communicating():
+        while self._engine is not None and self._engine.is_communicating():
             if sent * self._every < self._steps - self._started:
                 return
             time.sleep(_WAIT)
-
-    def _is_communicating(self) -> bool:
-        if self._engine is None:
-            return False
-        pools = (*self._engine.weight_pools.values(), *self._engine.grad_pools.values())
-        return any(buffer.handle.is_running() for pool in pools for buffer in pool.buffers)
 
 
 class _Taken(NamedTuple):

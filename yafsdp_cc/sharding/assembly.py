@@ -41,6 +41,7 @@ from yafsdp_cc.sharding.meshes import NO_FLAGS, ReplicatedParamsOfMeshes, check_
 from yafsdp_cc.sharding.secondary import SecondaryAllGather
 from yafsdp_cc.sharding.status import describe
 from yafsdp_cc.sharding.units import ROOT, TAKE_TURNS
+from yafsdp_cc.sharding.watch import watch
 from yafsdp_cc.tensor.dtensor import engines, sharded_as
 from yafsdp_cc.tensor.loading import meta_params, take_back
 from yafsdp_cc.tensor.reductions import fingerprints
@@ -249,6 +250,7 @@ def _make_context(
         leaf_node,
     )
     context.describe = partial(describe, context)
+    watch(context)
     if replica_comm is not None:
         replica_scratch = ScratchBuffers(device, replicas if registers else None)
         replica_context = CommContext(replica_comm, replica_scratch, fingerprint.record)

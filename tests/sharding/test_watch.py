@@ -1,0 +1,101 @@
+"""While ranks wait, one of them says for which rank, and what that does instead, before anything times out."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import yafsdp_cc
+from tests.ranks import RankError
+from tests.ranks import on_ranks as on_kept_ranks
+from yafsdp_cc.sharding.watch import SECONDS
+
+on_ranks = partial(on_kept_ranks, fresh=True)  # a watch prints to its process's own standard error
+
+
+def trained(steps: int = 2) -> nn.Module:
+    os.environ[SECONDS] = "1"
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    yafsdp_cc.shard(model, units=[nn.Linear])
+    for _ in range(steps):
+        model(torch.ones(1, 64)).sum().backward()
+    return model
+
+
+def slow_batch(seconds: float) -> None:
+    time.sleep(seconds)
+
+
+def test_a_rank_that_is_stuck_elsewhere_is_named_with_its_line(capfd: pytest.CaptureFixture[str]) -> None:
+    def body() -> None:
+        model = trained()
+        if dist.get_rank() == 1:
+            slow_batch(4)
+        model(torch.ones(1, 64)).sum().backward()
+
+    on_ranks(3, body)
+    told = capfd.readouterr().err
+    head = r"yafsdp-cc: ranks 0, 2 wait for rank 1, [123] s so far \(the process group's time-out is 240 s\)\n"
+    found, *more = re.findall(f"{head}((?:  .*\n)+)", told)
+    assert len(more) < 2  # again only after twice as long
+    at = r"  rank 1: at test_watch.py:\d+ slow_batch < test_watch.py:\d+ body < .*; \d+ operations, the last: .*\n"
+    assert re.search(at, found), told
+    assert re.search(r"  rank 0: at .*test_watch.py:\d+ body .*\n(    .*\n)+  rank 1", found), told
+
+
+def test_a_rank_that_is_stopped_gives_no_answer(capfd: pytest.CaptureFixture[str]) -> None:
+    def body() -> None:
+        model = trained()
+        if dist.get_rank() == 0:
+            child = os.fork()
+            if child == 0:
+                time.sleep(4)
+                os.kill(os.getppid(), signal.SIGCONT)
+                os._exit(0)
+            os.kill(os.getpid(), signal.SIGSTOP)
+            os.waitpid(child, 0)
+        model(torch.ones(1, 64)).sum().backward()
+
+    on_ranks(2, body)
+    told = capfd.readouterr().err
+    assert "yafsdp-cc: rank 1 waits for rank 0, " in told
+    assert "  rank 0: no answer: stopped, or gone\n" in told
+
+
+def test_ranks_that_wait_for_nobody_are_not_told_of(capfd: pytest.CaptureFixture[str]) -> None:
+    def body() -> None:
+        trained()
+        slow_batch(3)
+
+    on_ranks(2, body)
+    assert capfd.readouterr().err == ""
+
+
+def test_ranks_in_different_operations_are_told(capfd: pytest.CaptureFixture[str]) -> None:
+    def body() -> None:
+        model = trained()
+        if dist.get_rank() == 0:
+            dist.barrier()
+        else:
+            model(torch.ones(1, 64))
+
+    with pytest.raises(RankError):
+        on_ranks(2, body, timeout=4)
+    assert "yafsdp-cc: the ranks wait in different operations, " in capfd.readouterr().err
+
+
+def test_a_number_of_seconds_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def body() -> None:
+        os.environ[SECONDS] = "soon"
+        with pytest.raises(ValueError, match="YAFSDP_CC_WATCH=soon"):
+            yafsdp_cc.shard(nn.Sequential(nn.Linear(8, 8)))(torch.ones(1, 64))
+
+    on_ranks(2, body)

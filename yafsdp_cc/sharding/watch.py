@@ -1,0 +1,176 @@
+"""Tells which rank hangs while others wait for it, long before the time-out of a process group ends the run.
+
+A thread of each rank looks whether its engines go on. A rank whose engines have stood still for half a minute writes
+to the store where its main thread is, whether it waits for other ranks, or is in a loader, say. When one has waited for
+a minute, the first rank that still writes prints all of that.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import sysconfig
+import threading
+import time
+import weakref
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch.distributed.distributed_c10d import _get_default_store
+
+from yafsdp_cc.ranks.checks import table_of_ranks
+from yafsdp_cc.ranks.mesh import timeout_of
+from yafsdp_cc.sharding.status import describe
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+    from types import FrameType
+
+    from torch._C._distributed_c10d import Store
+
+    from yafsdp_cc.engine.param_group import GroupContext
+
+SECONDS = "YAFSDP_CC_WATCH"
+"""Environment variable: seconds that a rank waits before the ranks are told of (60); 0: never."""
+_OURS, _TORCH = (str(Path(file).parent) for file in (sys.modules["yafsdp_cc"].__file__ or "", torch.__file__))
+_ENGINE = os.path.join(_OURS, "engine")
+_NOT_THE_USERS = (_OURS, _TORCH, sysconfig.get_path("stdlib"), "<frozen")
+_watches: list[_Watch] = []
+"""The watch of this process over the engines of its present default process group, if there are any."""
+
+
+def watch(context: GroupContext) -> None:
+    """Watch over an engine as long as it lives."""
+    try:
+        seconds = float(os.environ.get(SECONDS) or 60)
+    except ValueError:
+        raise ValueError(f"{SECONDS}={os.environ[SECONDS]}: it takes a number of seconds, 0 for never") from None
+    if not context.fingerprint.has_peers or seconds <= 0:
+        return
+    store = _get_default_store()
+    found = next((each for each in _watches if each.of is store and each.is_alive()), None)
+    if found is None:
+        _watches[:] = [found := _Watch(store, torch.distributed.get_rank(), seconds)]
+        found.engines.add(context)
+        found.start()
+    found.engines.add(context)
+
+
+os.register_at_fork(after_in_child=_watches.clear)  # threads do not survive a fork
+
+
+class _Seen(NamedTuple):
+    """What one rank writes to the store."""
+
+    operations: int
+    """Number of operations of the rank's engines."""
+    place: str
+    """Function in which the rank waits for others; "" if it does something else."""
+    waited: float
+    """Seconds that the rank has waited there."""
+    text: str
+
+
+class _Watch(threading.Thread):
+    def __init__(self, store: Store, rank: int, seconds: float) -> None:
+        super().__init__(name="yafsdp_cc.watch", daemon=True)
+        self.of = store
+        self.engines: weakref.WeakSet[GroupContext] = weakref.WeakSet()
+        self._store: Store = store.clone()  # type: ignore[attr-defined]  # a wait of the other one would hold this up
+        self._rank, self._seconds = rank, seconds
+        self._main = threading.main_thread().ident
+
+    def run(self) -> None:
+        """Look whether the engines go on, until there are none or the store is gone."""
+        with suppress(RuntimeError):
+            self._look()
+
+    def _look(self) -> None:
+        count, is_written, tells_after = -1, False, self._seconds
+        moved = waits = time.monotonic()
+        place = ""
+        while engines := list(self.engines):
+            now, present = time.monotonic(), sum(each.fingerprint.count for each in engines)
+            found = self._waits_in(engines)
+            if present != count:
+                count, moved, tells_after = present, now, self._seconds
+                if is_written:
+                    self._store.delete_key(_key(self._rank))
+                    is_written = False
+            if (present, found) != (count, place):
+                place, waits = found, now
+            waits = max(waits, moved)
+            if now - moved >= self._seconds / 2:
+                seen = _Seen(count, place, now - waits if place else 0, self._text(engines))
+                self._store.set(_key(self._rank), json.dumps(seen))
+                is_written = True
+                ranks = sorted({rank for each in engines for rank in each.fingerprint.ranks})
+                if now - moved >= tells_after and self._tell(ranks, engines):
+                    tells_after = 2 * (now - moved)
+            del engines
+            time.sleep(self._seconds / 6)
+
+    def _frames(self) -> Iterator[FrameType]:
+        """Yield the main thread's frames, the innermost one first."""
+        frame = sys._current_frames().get(self._main or 0)
+        while frame is not None:
+            yield frame
+            frame = frame.f_back
+
+    def _waits_in(self, engines: Iterable[GroupContext]) -> str:
+        """Return the function in which this rank waits for other ranks; "" if it does something else."""
+        for frame in self._frames():
+            file = frame.f_code.co_filename
+            if file.startswith((_OURS, os.path.join(_TORCH, "distributed"))):
+                return f"{'engine' if file.startswith(_ENGINE) else 'call'} {frame.f_code.co_name}"
+            if not file.startswith(_NOT_THE_USERS):
+                break
+        # a GPU's collectives are waited for anywhere, and in threads of autograd
+        return "engine operation" if any(each.is_communicating() for each in engines) else ""
+
+    def _text(self, engines: Iterable[GroupContext]) -> str:
+        frames = [each for each in self._frames() if not each.f_code.co_filename.startswith(_NOT_THE_USERS)][:3]
+        lines = (f"{Path(each.f_code.co_filename).name}:{each.f_lineno} {each.f_code.co_name}" for each in frames)
+        told = [f"at {' < '.join(lines) or 'no line of a script'}; {each.fingerprint.told()}" for each in engines]
+        groups = [line for each in engines for line in describe(each).splitlines()[1:]]
+        return "\n  ".join([*told[:1], *groups])
+
+    def _tell(self, ranks: list[int], engines: list[GroupContext]) -> bool:
+        """Print what the ranks do, if this is the first of those that write; return whether there is a reason to."""
+        seen: dict[int, _Seen] = {}
+        for rank in ranks:
+            if self._store.check([_key(rank)]):
+                if not seen and rank != self._rank:
+                    return False
+                seen[rank] = _Seen(*json.loads(self._store.get(_key(rank))))
+        waiting = [rank for rank, each in seen.items() if each.place]
+        longest = max(each.waited for each in seen.values())
+        if longest < self._seconds:
+            return False
+        others, silent = [rank for rank in seen if rank not in waiting], [rank for rank in ranks if rank not in seen]
+        if others or silent:
+            why = f"{_named(waiting)} for {_named([*others, *silent], wait=False)}"
+        elif len({each[:2] for each in seen.values()}) > 1:
+            why = "the ranks wait in different operations"
+        elif seen[waiting[0]].place.startswith("engine"):
+            why = "all ranks wait in the same operation, so the network is slow or broken"
+        else:
+            return False  # all ranks write a large checkpoint, for instance
+        timeout = timeout_of(engines[0].info.shard_group)
+        until = "" if timeout is None else f" (the process group's time-out is {timeout.total_seconds():.0f} s)"
+        told = [seen[rank].text if rank in seen else "no answer: stopped, or gone" for rank in ranks]
+        text = f"yafsdp-cc: {why}, {longest:.0f} s so far{until}\n{table_of_ranks(told, ranks)}"
+        print(text, file=sys.stderr, flush=True)
+        return True
+
+
+def _key(rank: int) -> str:
+    return f"yafsdp_cc/watch/{rank}"
+
+
+def _named(ranks: list[int], *, wait: bool = True) -> str:
+    some = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank{'s' * (len(ranks) > 1)} {some}" + (f" wait{'s' * (len(ranks) == 1)}" if wait else "")
