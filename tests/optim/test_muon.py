@@ -508,7 +508,10 @@ def test_what_is_refused() -> None:
         ({"ns_dtype": torch.int8}, "ns_dtype=torch.int8"),
         ({"adamw": {"rate": 1}}, "adamw has \\['rate'\\]"),
         ({"splits": {"*.qkv": 3}}, "splits names '\\*.qkv', which fits no matrix"),
-        ({"splits": {"blocks.0.0.weight": (10, 20)}}, "'blocks.0.0.weight' has 64 rows, and splits=\\(10, 20\\) must add"),
+        (
+            {"splits": {"blocks.0.0.weight": (10, 20)}},
+            "'blocks.0.0.weight' has 64 rows, and splits=\\(10, 20\\) must add",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             make(model.parameters(), **settings)
