@@ -9,11 +9,14 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
+import yafsdp_cc
+from tests.compression import deltas
 from tests.compression.ledger import net
 from tests.internals import record_norm_reduces
 from tests.optim.lossless import assert_close, backward, backward_of_all, sharded, whole
 from tests.ranks import ranks
 from tests.soak import also
+from yafsdp_cc.compression import Compression
 from yafsdp_cc.optim import OneBitAdam, OneBitLamb, OneBitSGD
 
 BETAS, EPS, DECAY, RATE, WARMUP = (0.8, 0.95), 1e-6, 0.05, 0.02, 4
@@ -151,3 +154,18 @@ def test_norms_of_all_parameters_are_one_all_reduce() -> None:
         optimizer.step()
     # Two sums for each of six parameters; then also the largest ratio of three, with their flags of NaN.
     assert calls == [12, 12, 12, 6, 12, 6]
+
+
+@ranks(2)
+def test_deltas_of_the_weights_of_all_units_are_encoded() -> None:
+    for make in (OneBitAdam, OneBitLamb):
+        model = deltas.sharded(Compression("onebit", weights="int4"), zero_stage=2)
+        optimizer = make(model.parameters(), lr=1e-3, warmup_steps=2)
+        sent = []
+        for step in range(8):
+            before = deltas.gathered(model)
+            deltas.train(model, optimizer, step)
+            sent.append(deltas.gathered(model) - before)
+        planned = yafsdp_cc.plan_of(model).communication
+        assert sent[-3:] == [planned.gather_forward + planned.gather_backward] * 3, (make, sent)
+        assert sent[-1] < sent[0] / 4, (make, sent)

@@ -266,16 +266,18 @@ class OneBitOptimizer(Optimizer):
         left = {id(parameter): parameter for parameter in self._parameters}
         params = [_fsdp_param(parameter) for parameter in self._parameters]
         taken: set[int] = set()
-        for state in dict.fromkeys(engine_of(param) for param in params if param is not None):
+        states = [*dict.fromkeys(engine_of(param) for param in params if param is not None)]
+        # before the first group's step: a subclass may change the weights of all groups in it
+        before = {flat: flat.version for state in states if state is not None for flat in state.flats}
+        for state in states:
             assert state is not None
             # a forward enters the root's own group first, which is the last in module order
             for group in sorted(state.groups, key=lambda group: group is not state.root_group):
-                before = group.versions()
                 own = [id(param.parameter) for param in group.params]
                 yield [left.pop(each) for each in own if each in left]
-                for flat, version in zip(group.flats, before, strict=True):
-                    if flat.version != version:
-                        flat.all_gather.stepped(version, flat.version)
+                for flat in group.flats:
+                    if flat.version != before[flat]:
+                        flat.all_gather.stepped(before[flat], flat.version)
                 buffer = id(group.unsharded.buffer)
                 if group.flats and buffer not in taken and not state.context.in_forward and not state.outdated:
                     taken.add(buffer)
