@@ -326,7 +326,7 @@ def test_what_cannot_be_served_is_refused() -> None:
             call()
     for model, settings, said in (
         (net(), {"optimizer": torch.optim.AdamW}, "of another optimizer than AdamW"),
-        (net(), {"adaptive": True}, "adaptive=True, and in the checkpoint it was not"),
+        (net(), {"adaptive": True}, "made with adaptive=False: pass that, in place of True"),
         (net().float(), {"codec": "int8"}, "change codec="),
     ):
         with ParameterServer(model, **{"lr": 0.1, **settings}) as server, pytest.raises(ValueError, match=said):

@@ -660,7 +660,6 @@ def whole_parameters(model: nn.Module, *, write: bool = False) -> Iterator[None]
             param.set_parameter(param.parameter)
 
 
-@torch.no_grad()
 def _name_here(module: nn.Module, name: str) -> str:
     """Return the ``name`` of a state dict's entry with ``torch.compile``'s prefixes; checkpoint wrappers add theirs."""
     found: list[str] = []
@@ -674,6 +673,7 @@ def _name_here(module: nn.Module, name: str) -> str:
     return ".".join(found)
 
 
+@torch.no_grad()
 def whole_params_by_group(state: FSDPState, *, everywhere: bool) -> Iterator[tuple[FSDPParam, Tensor | None]]:
     """Yield every parameter with its whole value, group by group in module order, and the replicated ones last.
 

@@ -489,7 +489,8 @@ class ServerShard:
         if state["optimizer"]["param_groups"][0].keys() != group:
             raise ValueError(f"the checkpoint is of another optimizer than {type(self._optimizer).__name__}")
         if (state["mean_square"] is None) != (self._mean_square is None):
-            raise ValueError(f"adaptive={self._mean_square is not None}, and in the checkpoint it was not: change it")
+            saved = state["mean_square"] is not None
+            raise ValueError(f"the checkpoint was made with adaptive={saved}: pass that, in place of {not saved}")
         self.weights.detach().copy_(state["weights"])
         self._optimizer.load_state_dict(state["optimizer"])
         self._mean_square, self.version = state["mean_square"], state["version"]
