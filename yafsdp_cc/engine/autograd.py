@@ -52,7 +52,10 @@ class GateGradFlow(torch.autograd.Function):
 
 
 class Narrow(torch.autograd.Function):
-    """Identity on a parameter's view of the weight buffer; its backward writes the gradient and passes nothing on."""
+    """Identity on a parameter's view of the weight buffer; its backward writes the gradient and passes nothing on.
+
+    Autograd casts that gradient to the view's dtype first: ``forms.extensions`` has stand-ins for views in fp8.
+    """
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, param: FSDPParam, view: Tensor) -> Tensor:

@@ -107,7 +107,10 @@ class GroupContext(_ContextStep):
         return bool(_will_execute(self.leaf_node))
 
     def wait(self, handle: CommHandle) -> None:
-        """Wait for an operation; if it fails, raise an error that tells what the other ranks were doing."""
+        """Wait for an operation; if it fails, raise an error that tells what the other ranks were doing.
+
+        On a GPU the stream waits, not the host: torch's watchdog ends ranks then, and ``sharding.watch`` tells of them.
+        """
         if not handle.pending:
             return
         for observer in self.observers:
@@ -541,7 +544,8 @@ class ParamGroup(StepState):
             self._defer(self.grads)
 
     def reduce(self) -> None:
-        """Issue the reduce; its sum is added to ``.grad`` when the next reduce is issued or the backward ends."""
+        """Issue the reduce. ``FlatParam.add_sum`` takes the sum: on a GPU next on the stream, on a CPU when the next
+        reduce is issued or the backward ends."""
         self.acquire_grad_buffer()
         grads, context = self.grads, self.context
         if grads is None:
