@@ -29,6 +29,8 @@ from typing import IO
 from yafsdp_cc.tools.netlab import Lab, namespaces
 from yafsdp_cc.tools.netlab.links import address
 
+STEPS = 100
+"""Steps of a run whose ranks or nodes are killed."""
 _MEMORY = "mount --make-rprivate / && mount -t tmpfs -o size=2g tmpfs /dev/shm && echo ready && exec sleep infinity"
 
 
@@ -204,7 +206,11 @@ def disturbed(count: int, per_run: int, lose_nodes: bool, folder: Path, seed: in
         with Cluster() as cluster:
             name = f"run-{run}" if expected else "undisturbed"
             job = Job(
-                cluster, folder / name, ["--max-restarts=1000", "--start-method=fork"], STEPS="60", SAVE_EVERY="20"
+                cluster,
+                folder / name,
+                ["--max-restarts=1000", "--start-method=fork"],
+                STEPS=str(STEPS),
+                SAVE_EVERY="20",
             )
             try:
                 done = 0
@@ -214,6 +220,8 @@ def disturbed(count: int, per_run: int, lose_nodes: bool, folder: Path, seed: in
                         _until(partial(_has_gone_on, job, begun), 120)
                     time.sleep(chance.uniform(0, chance.choice((1, 12))))  # soon after a start, or at any step
                     if lose_nodes:
+                        if job.steps() > STEPS - 15:
+                            break  # a node that is lost as the run ends has nobody left to go on with
                         job.kill_a_node(chance.randrange(len(cluster.nodes)))
                     done += 1 if lose_nodes else job.kill_a_rank(chance)
                 killed += done
