@@ -61,7 +61,7 @@ class BatchRollback:
 
     @torch.no_grad()
     def save(self, state: FSDPState) -> None:
-        """Save the present state. No forward or backward may be under way, and nothing may be saved already."""
+        """Keep copies of the engine's and the model's state, once until ``restore``; no forward or backward runs."""
         state.wait_for_transfers()
         self._undo += [each.save_members() for each in state.step_states()]
         self._save_gradients(state)

@@ -239,7 +239,7 @@ class _Peers:
         return found[len(own) :]
 
     def forget(self) -> None:
-        """Finish a block in which a rank has failed, and remove this rank's keys from the store."""
+        """Remove this rank's keys of a ``skip_together`` block in which a rank has failed, which is over."""
         failure_key = f"{self._prefix}/{self.failures}/{self.rank}"
         for key in (failure_key, f"{failure_key}/issued", f"{failure_key}/issued/ops"):
             with suppress(RuntimeError):  # some stores cannot delete keys

@@ -302,7 +302,8 @@ def _check_contents(contents: Metadata) -> None:
     """
     for value, kinds in _kinds(contents):
         if not isinstance(value, kinds):
-            raise ValueError(f"it has a {type(value).__name__} where {' or '.join(each.__name__ for each in kinds)} is")
+            wanted_kinds = " or ".join(each.__name__ for each in kinds)
+            raise ValueError(f"a {type(value).__name__} stands in it where {wanted_kinds} belongs")
     stored, entries = contents.state_dict_metadata, contents.storage_data
     wanted = set()
     for name, each in stored.items():
@@ -320,9 +321,8 @@ def _check_contents(contents: Metadata) -> None:
             ):
                 raise ValueError(f"{place.length} bytes do not hold {list(chunk.sizes)} of '{name}'")
     if wanted != entries.keys():
-        raise ValueError(
-            f"it has no place for {sorted(str(each.fqn) for each in wanted ^ entries.keys())[:3]}, or no use"
-        )
+        names = sorted(str(each.fqn) for each in wanted ^ entries.keys())[:3]
+        raise ValueError(f"of {names} it lists a tensor without a place in a file, or a place without a tensor")
     ends: dict[str, int] = {}
     for place in sorted(entries.values(), key=lambda place: (place.relative_path, place.offset)):
         if place.offset < ends.get(place.relative_path, 0) or place.length < 0:
@@ -390,7 +390,7 @@ def _tile(stored: TensorStorageMetadata) -> bool:
 
 
 def _names_in(folder: Path, contents: Metadata) -> dict[str, int]:
-    """Return the names of the files of tensors, with the least number of bytes of each."""
+    """Return the names of the files that hold the tensors of ``contents``, and how long each must be at least."""
     ends: Counter[str] = Counter()
     for place in (contents.storage_data or {}).values():
         ends[place.relative_path] = max(ends[place.relative_path], place.offset + place.length)

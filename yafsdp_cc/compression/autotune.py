@@ -360,7 +360,8 @@ def _later(reduced: _Moment, computed: _Moment) -> _Moment:
 
 
 def _tightened(groups: Sequence[GroupCosts], error_budget: float) -> Iterator[tuple[float, list[int]]]:
-    """Yield a backward's seconds and picks: all exact, then with one group changed at a time while that may help."""
+    """Yield seconds of a backward, and each group's index of its codec: first all groups exact, then with the codec of
+    one more group changed, the one whose error grows least for the time that it saves."""
     picks, error = [0] * len(groups), 0.0
     while True:
         end = _simulate(groups, picks)

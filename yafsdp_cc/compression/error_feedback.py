@@ -139,7 +139,7 @@ class Residual(NamedTuple):
         self.scales.zero_()
 
     def multiply(self, factor: float) -> None:
-        """Multiply the residual by ``factor``, as its unit changes; exact for powers of two."""
+        """Multiply the residual by ``factor``, as by a loss scale that changes; exact for powers of two."""
         (self.scales if self.values.dtype == torch.int8 else self.values).mul_(factor)
 
     def _blocks(self, values: Tensor) -> Tensor:

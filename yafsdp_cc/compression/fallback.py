@@ -53,7 +53,7 @@ _log = logging.getLogger("yafsdp_cc")
 
 
 class Measured(NamedTuple):
-    """The messages of one flat parameter, while they are measured."""
+    """A collective of one flat parameter, and the error of its codec, which is being measured."""
 
     flat: FlatParam
     collective: CompressedSum | DeltaAllGather

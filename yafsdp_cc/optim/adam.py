@@ -88,7 +88,8 @@ class OneBitAdam(OneBitOptimizer):
         if self._is_encoded(parameter):  # AdamW's state lacks the count: its second moment sees every gradient
             state.setdefault("variance_step", state["step"].detach().clone())
         elif (seen := float(state.pop("variance_step", 0))) > 0:
-            # saved while encoded: AdamW will correct the second moment as if it had seen a gradient in every step
+            # A state saved in the encoded phase has a second moment of fewer gradients than steps, for all of which
+            # AdamW corrects it.
             beta2 = self.param_groups[0]["betas"][1]
             state["exp_avg_sq"].mul_((1 - beta2 ** float(state["step"])) / (1 - beta2**seen))
 

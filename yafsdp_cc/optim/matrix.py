@@ -304,8 +304,7 @@ class MatrixOptimizer(Optimizer):
         specs: dict[str, ShardSpec] = {}
         for name, shape in self.state_shapes(parts[0], columns).items():
             if tuple(shape) == (parts[0], columns):
-                # state is whole where tensor parallelism divides the matrix, and on its owner where the matrix is
-                # assembled
+                # a matrix that tensor parallelism divides, or that its owner assembles, has state of its whole shape
                 specs[name] = spec if lies_as_weight else _owned_like(spec, name, spec.updated_shape)
                 continue
             if len(set(parts)) > 1:

@@ -429,7 +429,7 @@ class OneBitOptimizer(Optimizer):
                     )
 
     def _check_control(self) -> None:
-        """Raise a ``RuntimeError`` if the models' sums follow another schedule now."""
+        """Raise a ``RuntimeError`` if this optimizer no longer decides when the models' gradients are encoded."""
         if any(compressed.schedule not in self._schedules for compressed in self._encoded.values()):
             name = type(self).__name__
             raise RuntimeError(

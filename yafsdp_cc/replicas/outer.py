@@ -280,7 +280,7 @@ class Outer(ReplicaSync):
         self.comm = current.comm
         exchange = self._pending = _Exchange(current, self._stream.handle())
         if any(n >= len(self._fragments) for n in current.task.fragments):
-            raise ValueError(f"a round exchanges fragments {current.task.fragments}, of {len(self._fragments)}")
+            raise ValueError(f"a round is of fragments {current.task.fragments}, of {len(self._fragments)} here")
         if not current.contributes:
             self._take_position(current.task)
 
@@ -461,10 +461,10 @@ class Outer(ReplicaSync):
                 parameter = self.parameters[name]
                 own = {} if optimizer is None else optimizer.state.get(parameter, {})
                 if len(state) > _MOST_KEYS:
-                    raise ValueError(f"{len(state)} values for '{name}'")
+                    raise ValueError(f"{len(state)} values for '{name}', more than an optimizer has")
                 for key, value in state.items():
                     if type(key) is not str or not _fits(value, own.get(key), parameter):
-                        raise ValueError(f"{key!r} of '{name}' is of another kind or shape than here")
+                        raise ValueError(f"{key!r} of '{name}' has another type or shape than this replica's")
                     yield name, key, value
         except (AttributeError, KeyError, ValueError) as error:
             raise ValueError(f"{sender} has sent what is no state of this optimizer: {error}") from None

@@ -117,7 +117,8 @@ def _outermost(model: nn.Module, chosen: Collection[nn.Module]) -> list[nn.Modul
 
 
 def _repeated(model: nn.Module) -> list[nn.Module]:
-    """Return the outermost entries of lists whose class is repeated. One module called twice counts as repeated."""
+    """Return modules in ``ModuleList``s whose class occurs twice or more there, also one that is called twice, without
+    those inside of others."""
     listed = _listed(model)
     repeats = Counter(map(type, listed))
     return _outermost(model, [module for module in listed if repeats[type(module)] > 1])

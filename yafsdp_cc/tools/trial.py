@@ -173,7 +173,7 @@ class Trial:
             raise TypeError(
                 f"OneBitAdam replaces torch's Adam and AdamW, and this script has {type(optimizer).__name__}"
             )
-        if not self._losses:  # even a slow start leaves some time for steps
+        if not self._losses:  # the first step: however slow the start was, some seconds are left for steps
             self._began = time.time()
             self._ends = max(self._asked.ends, self._began + LEAST_SECONDS)
         self._losses.append(self._roots)

@@ -69,7 +69,7 @@ def _run_and_record(argv: list[str]) -> None:
         dist = sys.modules.get("torch.distributed")
         if dist is not None and dist.is_initialized():
             for module, wait in (("checkpoint.save", "wait_for_saves"), ("rescue.rescue", "wait_for_snapshots")):
-                getattr(sys.modules.get(f"yafsdp_cc.{module}"), wait, bool)()  # their threads use the process group
+                getattr(sys.modules.get(f"yafsdp_cc.{module}"), wait, bool)()  # threads that save use the group
             dist.destroy_process_group()
     except SystemExit as leave:
         status = leave.code & 0xFF if isinstance(leave.code, int) else int(leave.code is not None)

@@ -70,7 +70,7 @@ def keep(maker: int, lab: Connection, machines: int, ranks_per_machine: int, del
     except Unavailable as reason:
         lab.send(reason)
     except (ProcessLookupError, ConnectionError):
-        pass  # the maker has ended already
+        pass  # the process that has made the lab has ended already: nobody reads messages
     except BaseException:
         traceback.print_exc()
     finally:
