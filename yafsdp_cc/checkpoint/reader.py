@@ -321,8 +321,8 @@ def _check_contents(contents: Metadata) -> None:
             ):
                 raise ValueError(f"{place.length} bytes do not hold {list(chunk.sizes)} of '{name}'")
     if wanted != entries.keys():
-        names = sorted(str(each.fqn) for each in wanted ^ entries.keys())[:3]
-        raise ValueError(f"of {names} it lists a tensor without a place in a file, or a place without a tensor")
+        some = sorted(str(each.fqn) for each in wanted ^ entries.keys())[:3]
+        raise ValueError(f"of {some} it lists a tensor without a place in a file, or a place without a tensor")
     ends: dict[str, int] = {}
     for place in sorted(entries.values(), key=lambda place: (place.relative_path, place.offset)):
         if place.offset < ends.get(place.relative_path, 0) or place.length < 0:
