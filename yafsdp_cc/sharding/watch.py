@@ -132,11 +132,14 @@ class _Watch(threading.Thread):
         return "engine operation" if any(each.is_communicating() for each in engines) else ""
 
     def _text(self, engines: Iterable[GroupContext]) -> str:
+        """Return the innermost lines of the user's code that the main thread is in, and what the engines do."""
         frames = [each for each in self._frames() if not each.f_code.co_filename.startswith(_NOT_THE_USERS)][:3]
         lines = (f"{Path(each.f_code.co_filename).name}:{each.f_lineno} {each.f_code.co_name}" for each in frames)
-        told = [f"at {' < '.join(lines) or 'no line of a script'}; {each.fingerprint.told()}" for each in engines]
-        groups = [line for each in engines for line in describe(each).splitlines()[1:]]
-        return "\n  ".join([*told[:1], *groups])
+        told = f"at {' < '.join(lines) or 'no line of a script'}"
+        for each in engines:
+            with suppress(Exception):  # of containers that the main thread, which goes on, changes meanwhile
+                told += "\n  ".join([f"; {each.fingerprint.told()}", *describe(each).splitlines()[1:]])
+        return told
 
     def _tell(self, ranks: list[int], engines: list[GroupContext]) -> bool:
         """Print what the ranks do, if this is the first of those that write; return whether there is a reason to."""
