@@ -216,8 +216,9 @@ def disturbed(count: int, per_run: int, lose_nodes: bool, folder: Path, seed: in
                 done = 0
                 while expected and done < per_run and not job.result() and job.is_running():
                     begun = job.steps()  # of the last start: a loss may cost some of them
-                    if lose_nodes:  # two nodes have each other's copies once a step was made after a loss
-                        _until(partial(_has_gone_on, job, begun), 120)
+                    # two nodes have each other's copies once a snapshot was made after a loss
+                    if lose_nodes and not _until(partial(_has_gone_on, job, begun), 120):
+                        break
                     time.sleep(chance.uniform(0, chance.choice((1, 12))))  # soon after a start, or at any step
                     if lose_nodes:
                         if job.steps() > STEPS - 15:
@@ -272,10 +273,12 @@ def _is_another(job: Job, process: int) -> bool:
     return job.process() not in (0, process)
 
 
-def _until(condition: Callable[[], bool], seconds: float) -> None:
+def _until(condition: Callable[[], bool], seconds: float) -> bool:
+    """Wait until ``condition`` holds, or so many seconds; return whether it does."""
     deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
+    while not (holds := condition()) and time.monotonic() < deadline:
         time.sleep(0.02)
+    return holds
 
 
 def main() -> None:

@@ -51,7 +51,8 @@ def main() -> None:
         elif (step + 1) % every == 0:
             yafsdp_cc.save(disk, model, optimizer, step=step + 1, drawn=drawn.get_state())
         if dist.get_rank() == 0:
-            (folder / "steps").write_text(f"{step + 1} {os.getpid()}")
+            (folder / "steps.part").write_text(f"{step + 1} {os.getpid()}")
+            os.replace(folder / "steps.part", folder / "steps")
     digest = hashlib.sha256()
     for each in yafsdp_cc.full_state_dict(model).values():
         digest.update(each.numpy().tobytes())

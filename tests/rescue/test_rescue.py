@@ -135,6 +135,21 @@ def test_any_one_of_three_nodes_may_vanish(tmp_path: Path) -> None:
         assert [each["began"] for each in on_ranks(3, train, copy, 4, "exact", 3)] == [4] * 3
 
 
+def test_where_no_node_has_a_part_and_there_is_no_checkpoint_a_run_begins_anew(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    undisturbed = on_ranks(2, train, tmp_path / "other", 3, "exact", 2)
+    on_ranks(2, train, tmp_path, 3, "exact", 2)
+    for node in range(2):
+        (snapshots(tmp_path, node)[2] / "__1_0.distcp").unlink()
+    gone_on = on_ranks(2, train, tmp_path, 3, "exact", 2)
+    assert [each["began"] for each in gone_on] == [0, 0]
+    assert_same(gone_on, undisturbed)
+    told = capfd.readouterr().err
+    assert re.search(r"a snapshot cannot be used: .*__1_0.distcp is in no node's memory any more", told)
+    assert "going on from the beginning; steps 1 to 3 are made again" in told
+
+
 def test_where_no_node_has_a_part_the_checkpoint_on_the_disk_is_taken(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -188,14 +188,20 @@ class Rescue:
         """Load the first of ``snapshots`` whose files are all in some node's memory, unless the checkpoint is newer."""
         ranks = self._ranks
         saved = _step_at(self._path, ranks)
-        problem: Exception | None = None
+        damage: Exception | None = None
         for name in snapshots:
             if _step_of(name) < saved:
                 break
-            folder, moved = self._folder / name, list[Transfer]()
+            folder, moved, losses = self._folder / name, list[Transfer](), list[LostError]()
 
-            def bring(names: Any, folder: Path = folder, moved: list[Transfer] = moved) -> None:
-                moved += fetch(names, folder, self._nodes, ranks.back)
+            def bring(
+                names: Any, folder: Path = folder, moved: list[Transfer] = moved, losses: list[LostError] = losses
+            ) -> None:
+                try:
+                    moved += fetch(names, folder, self._nodes, ranks.back)
+                except LostError as loss:  # torch raises another error for it
+                    losses.append(loss)
+                    raise
 
             try:
                 with together(ranks.front):
@@ -206,7 +212,7 @@ class Rescue:
                 bring(_extras(reader))
                 extra = load_from(partial(_same, reader), self._model, self._optimizers, ranks)
             except (ValueError, pickle.UnpicklingError) as error:
-                problem = problem or error
+                damage = damage or (None if losses else error)
                 if self._nodes.rank == 0:
                     _say(f"a snapshot cannot be used: {error}")
                 continue
@@ -218,8 +224,8 @@ class Rescue:
             target = files.complete(files.place(self._path))
             self._take(load_from(lambda: CheckpointReader(target), self._model, self._optimizers, ranks))
             return _Taken(saved, f"behind step {saved}, from {self._path}")
-        if problem is not None and not isinstance(problem, LostError):
-            raise problem
+        if damage is not None:
+            raise damage
         return _Taken(0)
 
     def _take(self, extra: dict[str, Any]) -> None:
