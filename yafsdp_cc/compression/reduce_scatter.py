@@ -99,7 +99,7 @@ class CompressedSum(Collective):
         """Whether ``CodecAutotuner`` chooses the codec during training."""
         self.codec_name = EXACT if self.is_tuned else codec
         self.residual: Residual | None = None
-        """What messages have lost; None while sums are exact, without error feedback, and before training."""
+        """Residual of the messages; None while sums are exact, without error feedback, and before training."""
         self.carried_over: Tensor | None = None
         """Gradients [chunk] fp32 that residuals held before the codec or the number of ranks changed. They are added to
         the next encoded sum (to the next sum of any kind after a tuned codec became exact)."""

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from yafsdp_cc.engine.streams import CommHandle
 
 Operation: TypeAlias = "tuple[str, str, tuple[bool, ...], tuple[float, ...]]"
-"""What must be alike on all ranks: kind, name of the group, which parameters require the gradients that the operation
-sums, and by what each sum is divided."""
+"""Description of a collective, alike on all ranks: kind, name of the group, which parameters require the gradients that
+it sums, and by what each sum is divided."""
 Describe: TypeAlias = "Callable[[CommHandle | None], str]"
 """Function that says what this rank is doing, and which operation it waits for."""
 

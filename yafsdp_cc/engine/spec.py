@@ -167,7 +167,7 @@ class ParamGroupSpec:
 
 @dataclass
 class Counters:
-    """What the engine has done on this rank since ``shard``, counted for users; the engine never reads it."""
+    """Counts of the engine's work on this rank since ``shard``, for users; the engine never reads them."""
 
     gathered_bytes: int = 0
     """Number of bytes that this rank has sent for weights."""

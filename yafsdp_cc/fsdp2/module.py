@@ -67,7 +67,7 @@ class MisuseError(ValueError, AssertionError):
 
 
 class UnshardHandle(_UnshardHandle):
-    """What ``unshard(async_op=True)`` returns; its ``wait`` puts the unsharded weights in place."""
+    """Handle that ``unshard(async_op=True)`` returns; ``wait`` puts the unsharded weights in place."""
 
     def __init__(self, state: FSDPState, spec: ParamGroupSpec, group: ParamGroup | None) -> None:
         self._state = state

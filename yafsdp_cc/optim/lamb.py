@@ -253,7 +253,7 @@ _BLOCK, _STRETCH = 512, 8192
 
 
 class LambRule(IntEnum):
-    """What an update of weights x by a gradient g changes (moments m and v, fresh second moment w); as in ``csrc``."""
+    """Rule by which a gradient g changes weights x (moments m and v, fresh second moment w); as in ``csrc``."""
 
     EXACT = 0
     """Moments by an exact gradient g: m = β₁·m + (1 − β₁)·g; v = β₂·v + (1 − β₂)·g². The weights wait for norms."""

@@ -29,8 +29,7 @@ class SenderState:
     def __init__(self, error_feedback: bool) -> None:
         self.error_feedback = error_feedback
         self.residual: Residual | None = None
-        """What messages have lost so far, [rows, n] fp32, with as many rows as the longest message had; None at
-        first."""
+        """Residual of the messages, [rows, n] fp32, with as many rows as the longest message had; None at first."""
         self.right: Tensor | None = None
         """Orthonormal right factor of the last message of ``LowRank``, [columns, rank] fp32; None at first."""
 

@@ -100,7 +100,7 @@ class Overlap(ReplicaSync):
         """First half of a step once its sum has arrived, which ``_kept`` holds; else None."""
         self._versions: list[int] = []
         self._steps = 0
-        # What ``before_step`` leaves for ``after_step``
+        # State that ``before_step`` leaves for ``after_step``
         self._grads: list[Tensor | None] = []
         self._settings: list[dict[str, Any]] = []
         self._is_second = False

@@ -63,7 +63,7 @@ os.register_at_fork(after_in_child=_watches.clear)  # threads do not survive a f
 
 
 class _Seen(NamedTuple):
-    """What one rank writes to the store."""
+    """State of one rank's engines and main thread, which its watch writes to the store."""
 
     operations: int
     """Number of operations of the rank's engines."""

@@ -46,7 +46,7 @@ REPLACED = {
 
 
 class Asked(NamedTuple):
-    """What the command asks of a run."""
+    """Settings that ``yafsdp-cc try`` gives to a run of the script."""
 
     folder: str
     ends: float

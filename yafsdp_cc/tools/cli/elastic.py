@@ -104,7 +104,7 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser, folder: Pa
 
 
 class _Job(NamedTuple):
-    """What a report of failed ranks needs to know of the job."""
+    """Paths, logs and start of the job, which a report of failed ranks needs."""
 
     folder: Path
     logs: RankLogs | None

@@ -1,6 +1,7 @@
-"""Imported by the process that ranks are forked from, and by no other: all that a rank imports before its first step.
+"""Module that multiprocessing's fork server imports by its name: it imports all that a rank needs for its first step.
 
-The process computes nothing, and asks for no GPU: a fork of it is as good as a new process.
+No other process may import this module, as that ties the process to its parent. The fork server computes nothing, and
+asks for no GPU: a fork of it is as good as a new process.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ Recommended is the fastest setting whose loss is near that of exact. Settings ta
 
 @dataclass
 class Row:
-    """What is known of a setting."""
+    """Figures of a setting, as far as its run has given them."""
 
     name: str
     reason: str = ""
@@ -134,7 +134,7 @@ class _Trials:
 
     @property
     def imports(self) -> str:
-        """What the script has to import instead of torch's function."""
+        """Import that the script needs in place of torch's; "" if none."""
         return "from yafsdp_cc import fully_shard, " if "torch" in self._known.get("called", ()) else ""
 
     def all_rounds(self, names: Sequence[str]) -> dict[str, Row]:
