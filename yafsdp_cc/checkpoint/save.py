@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import io
 import logging
 import os
 import zlib
@@ -16,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_map
 
 from yafsdp_cc.checkpoint import compression, files, replicas
 from yafsdp_cc.checkpoint.files import Replacement
 from yafsdp_cc.checkpoint.ranks import by_torch, check_arguments, check_is_one_model, meet, place_in, together
-from yafsdp_cc.checkpoint.state import as_sequence, check_plain, state_of, unwrapped
+from yafsdp_cc.checkpoint.state import as_sequence, check_plain, host_copy, state_of, unwrapped
 from yafsdp_cc.checkpoint.writer import CheckpointWriter
 from yafsdp_cc.ranks.checks import all_gather_objects
 from yafsdp_cc.replicas.sync import synchronize_replicas
@@ -94,9 +92,7 @@ def save(
     compressed = {**compression.sharded_state(model), **replicas.sharded_state(model)}
     state, content = collect(model, optimizers, extra, compressed, ranks.front)
     if asynchronous:
-        state = tree_map_only(Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), state)
-        state = tree_map_only(io.BytesIO, copy.copy, state)
-        future = _background.submit(_write, target, state, content, ranks.back)
+        future = _background.submit(_write, target, tree_map(host_copy, state), content, ranks.back)
         future.add_done_callback(_log_failure)
         return future
     wait_for_saves()

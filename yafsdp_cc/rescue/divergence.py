@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from yafsdp_cc.checkpoint.ranks import meet
 from yafsdp_cc.checkpoint.state import as_sequence, plain_name, unwrapped
-from yafsdp_cc.ranks.checks import all_gather_objects
+from yafsdp_cc.ranks.checks import all_gather_objects, checksum
 from yafsdp_cc.replicas.sync import local_of, refuse_sync
 
 if TYPE_CHECKING:
@@ -32,8 +31,8 @@ class DivergenceWatch:
         ...
         watch.step()  # behind optimizer.step()
 
-    A shard is compared with that of the other replicas: without replicas, there is nothing to compare it with. Sums of
-    whole numbers notice every change of one bit.
+    A shard is compared with that of the other replicas: without replicas, there is nothing to compare it with. The
+    checksums notice every change of one bit.
 
     Args:
         model: sharded by this package or by FSDP2.
@@ -101,13 +100,11 @@ def _is_replicated(parameter: Tensor) -> bool:
 
 def _found(parameter: Tensor) -> tuple[Hashable, int]:
     """Return an id of this rank's part of a parameter, equal where values must be, and the checksum of that part."""
-    local = local_of(parameter).contiguous()
     part: tuple[int, ...] = ()
     if isinstance(parameter, DTensor):
         where = parameter.device_mesh.get_coordinate() or ()
         part = tuple(at for at, how in zip(where, parameter.placements, strict=True) if not how.is_replicate())
-    whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(local.itemsize, torch.int64)
-    return part, int(local.view(whole).sum(dtype=torch.int64)) if local.numel() else 0
+    return part, checksum(local_of(parameter))
 
 
 def _told(name: str, unit: str, values: dict[int, int], steps: int) -> str:
