@@ -207,18 +207,13 @@ def check_space(folder: Path, needed: int) -> None:
 
 @contextmanager
 def writing(folder: Path, needed: int) -> Iterator[None]:
-    """Raise the ``OSError`` that has caused an error of torch's writer; for a full disk, with free and needed bytes."""
+    """Say how many bytes were free and needed in the ``OSError`` of a full disk."""
     free = shutil.disk_usage(folder).free
     try:
         yield
-    except Exception as error:
-        cause: BaseException | None = error
-        while cause is not None and not isinstance(cause, OSError):
-            cause = cause.__cause__ or cause.__context__
-        if cause is not None and cause.errno in (errno.ENOSPC, errno.EDQUOT):
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise _no_space(folder, needed, free) from error
-        if cause is not None:
-            raise cause from error
         raise
 
 

@@ -31,6 +31,7 @@ from yafsdp_cc.checkpoint.state import (
     load_model_state,
     model_state,
     names_in_order,
+    paths_in,
     plain_name,
     restore_optimizers,
     unpacked,
@@ -128,16 +129,16 @@ def load_from(
     state |= compression.empty_state(model, reader.contents, bool(optimizers))
     state |= replicas.empty_state(model, reader.contents)
     read_into(state, reader, ranks.back, dry=True)
-    if tied:  # compare the entries of tied names before one overwrites the other
-        values = {name: torch.zeros_like(state[MODEL][name]) for name in {*tied, *tied.values()}}
+    quantised = metadata_names(model, state[MODEL])
+    # compare the entries of tied names before one overwrites the other
+    values = {name: torch.zeros_like(state[MODEL][name]) for name in {*tied, *tied.values(), *quantised}}
+    if values:
         read_into({MODEL: values}, reader, ranks.back)
         with together(group):
             check_tied(values, tied, folder)
-    if quantised := metadata_names(model, state[MODEL]):
-        values = {name: torch.zeros_like(state[MODEL][name]) for name in quantised}
-        read_into({MODEL: values}, reader, ranks.back)
-        with together(group):
-            _check_metadata(values, {name: state[MODEL].pop(name) for name in quantised}, folder)
+            for name in quantised:
+                _check_metadata(name, values[name], state[MODEL].pop(name), folder)
+        del values
     if optimizers:
         with together(group):
             _check_groups(state[OPTIMIZER]["param_groups"], model, optimizers, folder)
@@ -182,14 +183,12 @@ def model_part(contents: Metadata, folder: Path) -> dict[str, Any]:
 
     The value of an extra state, which may have several entries, is None.
     """
-    paths = contents.planner_data or {}
-    parts = {key: path for key, path in paths.items() if path[0] == MODEL and len(path) > 1}
     saved = {
-        plain_name(path[1]): None if is_extra_state(path[1]) else contents.state_dict_metadata[key]
-        for key, path in parts.items()
+        plain_name(name): None if is_extra_state(name) else contents.state_dict_metadata[key]
+        for key, (name, *_) in paths_in(contents, MODEL).items()
     }
     if not saved:
-        tops = sorted({str(path[0]) for path in paths.values()} or contents.state_dict_metadata)
+        tops = sorted({str(path[0]) for path in (contents.planner_data or {}).values()} or contents.state_dict_metadata)
         raise ValueError(
             f"{folder} is a checkpoint of another form: it holds {_listed(map(repr, tops), ', ')}, and no 'model'. "
             "yafsdp_cc.load reads what yafsdp_cc.save wrote, or torch.distributed.checkpoint.save of "
@@ -254,14 +253,13 @@ def metadata_names(model: nn.Module, state: Mapping[str, Any]) -> list[str]:
     return [name for name, value in state.items() if isinstance(value, Tensor) and (held - {name}) & set(above[name])]
 
 
-def _check_metadata(values: Mapping[str, Tensor], known: Mapping[str, Tensor], folder: Path) -> None:
+def _check_metadata(name: str, value: Tensor, known: Tensor, folder: Path) -> None:
     """Raise a ``ValueError`` if a quantised parameter has other metadata in the checkpoint than in the model."""
-    for name, value in values.items():
-        if not torch.equal(value, known[name]):
-            raise ValueError(
-                f"'{name}' in {folder} is not that of the model: its weight was quantised from other values. Quantise "
-                "the model from the same weights as the one that was saved"
-            )
+    if not torch.equal(value, known):
+        raise ValueError(
+            f"'{name}' in {folder} is not that of the model: its weight was quantised from other values. Quantise "
+            "the model from the same weights as the one that was saved"
+        )
 
 
 def _check_optimizer(contents: Metadata, model: nn.Module, folder: Path) -> None:
@@ -294,15 +292,16 @@ def _check_moments(contents: Metadata, shapes: Mapping[str, torch.Size], folder:
     Factors that broadcast along a dimension fit, and so do flattened tensors, and lists.
     """
     alike, odd = set(), {}
-    for key, path in (contents.planner_data or {}).items():
+    for key, path in paths_in(contents, OPTIMIZER).items():
         stored = contents.state_dict_metadata[key]
-        if path[:2] != (OPTIMIZER, "state") or len(path) != 4 or not isinstance(stored, TensorStorageMetadata):
+        if path[0] != "state" or len(path) != 3 or not isinstance(stored, TensorStorageMetadata):
             continue
-        name, shape = path[2], shapes[path[2]]
+        _, name, kind = path
+        shape = shapes[name]
         if stored.size == shape and len(shape):
-            alike.add(path[3])
+            alike.add(kind)
         elif stored.size.numel() != shape.numel() and not _repeats(stored.size, shape):
-            odd[path[3], name] = list(stored.size)
+            odd[kind, name] = list(stored.size)
     lines = [
         f"checkpoint's optimizer has {size} as '{kind}' of '{name}', which is {list(shapes[name])}"
         for (kind, name), size in odd.items()
