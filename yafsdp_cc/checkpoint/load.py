@@ -40,6 +40,7 @@ from yafsdp_cc.checkpoint.state import (
 from yafsdp_cc.forms.subclasses import PLAIN
 from yafsdp_cc.fsdp2.module import check_shows_shards
 from yafsdp_cc.ranks.checks import all_gather_objects, table_of_ranks
+from yafsdp_cc.replicas.sync import local_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -235,8 +236,7 @@ def aliases(state: Mapping[str, Any]) -> dict[str, str]:
 def check_tied(values: Mapping[str, Tensor], names: Mapping[str, str], folder: Path) -> None:
     """Compare this rank's parts of the entries of tied names: if they differ, one of them would be lost."""
     for name, first in names.items():
-        one, other = (getattr(values[each], "_local_tensor", values[each]) for each in (first, name))
-        if not one.equal(other):
+        if not local_of(values[first]).equal(local_of(values[name])):
             raise ValueError(
                 f"{folder} holds different values for '{first}' and '{name}', which are one parameter in this model: "
                 "untie them as they were when it was saved"

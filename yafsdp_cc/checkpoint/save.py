@@ -8,6 +8,7 @@ import zlib
 from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,19 +33,16 @@ if TYPE_CHECKING:
     from yafsdp_cc.checkpoint.ranks import Group
     from yafsdp_cc.checkpoint.state import Optimizers
 
-_background: ThreadPoolExecutor
-"""Executor of one thread: asynchronous saves run in the order of the calls, which is the same on all ranks."""
-
-
-def _start_anew() -> None:
-    global _background
-    _background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="yafsdp_cc.save")
-
-
-_start_anew()
-os.register_at_fork(after_in_child=_start_anew)  # threads do not survive a fork
-
 _logger = logging.getLogger("yafsdp_cc")
+
+
+@cache
+def _background() -> ThreadPoolExecutor:
+    """Return an executor of one thread: asynchronous saves run in the order of the calls, alike on all ranks."""
+    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="yafsdp_cc.save")
+
+
+os.register_at_fork(after_in_child=_background.cache_clear)  # threads do not survive a fork
 
 
 def save(
@@ -92,7 +90,7 @@ def save(
     compressed = {**compression.sharded_state(model), **replicas.sharded_state(model)}
     state, content = collect(model, optimizers, extra, compressed, ranks.front)
     if asynchronous:
-        future = _background.submit(_write, target, tree_map(host_copy, state), content, ranks.back)
+        future = _background().submit(_write, target, tree_map(host_copy, state), content, ranks.back)
         future.add_done_callback(_log_failure)
         return future
     wait_for_saves()
@@ -121,7 +119,7 @@ def collect(
 
 def wait_for_saves() -> None:
     """Return when no save of this rank is under way."""
-    _background.submit(lambda: None).result()
+    _background().submit(lambda: None).result()
 
 
 def _write(path: Path, state: dict[str, Any], content: bytes, group: Group) -> None:
