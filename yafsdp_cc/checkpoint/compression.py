@@ -115,7 +115,6 @@ def load_state(model: nn.Module, loaded: dict[str, Any], extra: dict[str, Any], 
         model: its shards have their weights already.
         loaded: the tensors of ``empty_state``, filled from the checkpoint.
         extra: the content of this rank's extra file.
-        group: the ranks.
     """
     local, steps, behind, fallen, clip = (extra.pop(name, None) for name in (LOCAL, STEPS, BEHIND, FALLBACK, CLIP))
     decay, rounded = extra.pop(DECAY, None), extra.pop(ROUNDED, {})

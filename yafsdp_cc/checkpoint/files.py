@@ -290,7 +290,6 @@ def write(file: Path, content: bytes) -> None:
 
 
 def extra_name(rank: int, world: int) -> str:
-    """Return the name of a rank's extra file."""
     return f"extra_{rank}_of_{world}.pt"
 
 
@@ -301,8 +300,7 @@ def read_extra(folder: Path, rank: int, world: int, sums: Sequence[int] | None =
 
     Args:
         folder: the checkpoint.
-        rank: this rank.
-        world: the number of ranks now.
+        rank, world: this rank's number, and the number of ranks now.
         sums: CRC-32 of the file of each rank that saved; None: not stored.
 
     Raises:

@@ -46,7 +46,6 @@ def host_copy(value: Any) -> Any:
 
 
 def as_sequence(optimizers: Optimizers) -> Sequence[Optimizer]:
-    """Return the optimizers as a sequence."""
     if optimizers is None:
         return ()
     return optimizers if isinstance(optimizers, (list, tuple)) else (optimizers,)
@@ -232,8 +231,7 @@ def check_plain(
     """Raise a ``TypeError`` that names the first thing inside ``value`` that is neither plain data nor a tensor.
 
     Args:
-        value: the value to search.
-        name: name of ``value``.
+        name: name of ``value`` in the message.
         keys: the types that keys of dicts may have.
         tensors: the exact types that tensors may have; None: any.
     """

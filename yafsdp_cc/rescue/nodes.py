@@ -107,7 +107,6 @@ def transfer(
     Args:
         transfers: the same on all ranks, in the same order.
         folder: folder of this rank.
-        group: group of all ranks.
         before_part: called before a part is sent, with the fraction of this rank's bytes sent so far.
     """
     rank, _ = place_in(group)

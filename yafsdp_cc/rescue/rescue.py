@@ -172,17 +172,16 @@ class Rescue:
         refuse_sync("Rescue", self._model)
         self._nodes = Nodes(self._folder, ranks.back)
         finished = [int(each.read_text() or 0) for each in self._folder.glob("steps-*")]
-        here = [each.name for each in self._folder.glob("step-*") if _is_whole(each)]
-        found = all_gather_objects((here, max(finished, default=0), secrets.token_hex(4)), ranks.back)
+        here = (self._whole_snapshots(), max(finished, default=0), secrets.token_hex(4))
+        found = all_gather_objects(here, ranks.back)
         self._life = found[0][2]
         lost = max(each[1] for each in found)
         names = {name for each in found for name in each[0]}
         steps, source, snapshot = self._load(sorted(names, key=lambda name: (_step_of(name), name), reverse=True))
         self._steps = steps
         self._tell_progress()
-        for each in self._folder.glob("step-*") if self._nodes.is_first else ():
-            if each.name != snapshot:
-                shutil.rmtree(each, ignore_errors=True)
+        if self._nodes.is_first:
+            self._remove_all_but(snapshot)
         all_gather_objects(None, ranks.back)
         if self._nodes.rank == 0 and (source or lost):
             again = f"; steps {steps + 1} to {lost} are made again" if lost > steps else ""
@@ -319,7 +318,8 @@ class Rescue:
             copied.synchronize()
         with together(group):
             if self._nodes.is_first:
-                self._remove_all_but_the_last(folder)
+                # other ranks may write the new snapshot already
+                self._remove_all_but(folder.name, max(self._whole_snapshots(), key=_step_of, default=""))
             folder.mkdir(exist_ok=True)
             tensors = [local_of(each) for each in tree_leaves(state) if isinstance(each, Tensor)]
             files.check_space(folder, 2 * (len(content) + sum(each.nbytes for each in tensors)))
@@ -345,12 +345,12 @@ class Rescue:
             files.write(folder / f"{METADATA}.part", next(table for _, table in found if table))
             os.replace(folder / f"{METADATA}.part", folder / METADATA)
 
-    def _remove_all_but_the_last(self, new: Path) -> None:
-        """Remove all snapshots but the last one, and the new one that other ranks may write already."""
-        whole = [each for each in self._folder.glob("step-*") if _is_whole(each)]
-        last = max(whole, key=lambda each: _step_of(each.name), default=None)
+    def _whole_snapshots(self) -> list[str]:
+        return [each.parent.name for each in self._folder.glob(f"step-*/{METADATA}")]
+
+    def _remove_all_but(self, *snapshots: str) -> None:
         for each in self._folder.glob("step-*"):
-            if each not in (last, new):
+            if each.name not in snapshots:
                 shutil.rmtree(each, ignore_errors=True)
 
     def _let_training_go_first(self, sent: float) -> None:
@@ -380,10 +380,6 @@ def _say(text: str) -> None:
 
 def _step_of(name: str) -> int:
     return int(name.removeprefix("step-").partition(".")[0])
-
-
-def _is_whole(folder: Path) -> bool:
-    return (folder / METADATA).exists()
 
 
 def _step_at(path: str | os.PathLike[str] | None, ranks: Ranks) -> int:
