@@ -36,9 +36,11 @@ from torch import Tensor
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-CHECKPOINT = (".metadata", "*.distcp", "extra_*.pt")
+METADATA = ".metadata"
+"""File with the table of contents."""
+CHECKPOINT = (METADATA, "*.distcp", "extra_*.pt")
 """Patterns of the files of a checkpoint."""
-_TABLE, _LOCK, _PREVIOUS = ".metadata", "lock", "previous"
+_LOCK, _PREVIOUS = "lock", "previous"
 _TRIES = 20
 _AT_ONCE = 1 << 20
 """Bytes that a checksum reads at a time."""
@@ -66,7 +68,7 @@ def complete(path: Path) -> Path:
             break
         kept = [each if each.suffix == f".{_PREVIOUS}" else each / _PREVIOUS for each in _folders(path)]
         with suppress(FileNotFoundError):
-            ages = {(each / _TABLE).stat().st_mtime_ns: each for each in kept if each.exists()}
+            ages = {(each / METADATA).stat().st_mtime_ns: each for each in kept if each.exists()}
             if ages:
                 return ages[max(ages)]
     return path
@@ -74,7 +76,7 @@ def complete(path: Path) -> Path:
 
 def version(path: Path) -> tuple[int, int]:
     """Return an id of the save at ``path``: two numbers of its table of contents, which differ after a replacement."""
-    with suppress(OSError), (complete(path) / _TABLE).open("rb") as table:
+    with suppress(OSError), (complete(path) / METADATA).open("rb") as table:
         found = os.fstat(table.fileno())
         return found.st_ino, found.st_mtime_ns
     return 0, 0

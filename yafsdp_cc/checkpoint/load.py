@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from yafsdp_cc.checkpoint import compression, files, replicas
 from yafsdp_cc.checkpoint.ranks import by_torch, check_arguments, meet, place_in, together
-from yafsdp_cc.checkpoint.reader import METADATA, CheckpointReader, DryPlanner, SafePlanner
+from yafsdp_cc.checkpoint.reader import CheckpointReader, DryPlanner, SafePlanner
 from yafsdp_cc.checkpoint.save import wait_for_saves
 from yafsdp_cc.checkpoint.state import (
     MODEL,
@@ -112,7 +112,7 @@ def load_from(
     if len({digest for digest, _ in digests}) > 1:
         raise ValueError(
             "ranks load different checkpoints, or one of them a damaged copy; give every rank the same one:\n"
-            + table_of_ranks(f"{where}, {METADATA} with SHA-256 {digest[:8]}" for digest, where in digests)
+            + table_of_ranks(f"{where}, {files.METADATA} with SHA-256 {digest[:8]}" for digest, where in digests)
         )
     with together(group):
         check_shows_shards(model, "load")

@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType
 from torch.futures import Future
 
-from yafsdp_cc.checkpoint.files import check_entry, load_plain, reading, unsealed
+from yafsdp_cc.checkpoint.files import METADATA, check_entry, load_plain, reading, unsealed
 from yafsdp_cc.checkpoint.state import MODEL, paths_in, plain_name
 
 if TYPE_CHECKING:
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
     from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 
-METADATA = ".metadata"
 _HELD = 256
 """Largest number of open files of a reader: a process may have about a thousand."""
 CRC, EXTRA_SUMS = "crc32", "extra_crc32"

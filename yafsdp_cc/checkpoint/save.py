@@ -133,11 +133,12 @@ def _write(path: Path, state: dict[str, Any], content: bytes, group: Group) -> N
             if not folder.is_dir():
                 raise ValueError(f"does not see {folder}, made by rank 0: choose a path that all ranks share")
             files.write(folder / files.extra_name(rank, world), content)
-        writer = CheckpointWriter(folder, all_gather_objects(zlib.crc32(content), group))
+        writer = CheckpointWriter(folder, all_gather_objects(zlib.crc32(content), group), is_shared=True)
         with by_torch(f"saving {path}", group) as which:
             state_dict_saver.save(state, storage_writer=writer, **which)
         with together(group):
             if replacement is not None:
+                files.write(folder / files.METADATA, writer.table)
                 replacement.commit()
 
 

@@ -33,9 +33,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from yafsdp_cc.checkpoint import compression, files
+from yafsdp_cc.checkpoint.files import METADATA
 from yafsdp_cc.checkpoint.load import load_from
 from yafsdp_cc.checkpoint.ranks import by_torch, check_is_one_model, meet, place_in, together
-from yafsdp_cc.checkpoint.reader import METADATA, CheckpointReader
+from yafsdp_cc.checkpoint.reader import CheckpointReader
 from yafsdp_cc.checkpoint.save import collect, save
 from yafsdp_cc.checkpoint.state import as_sequence, host_copy, unwrapped
 from yafsdp_cc.checkpoint.writer import CheckpointWriter
@@ -47,10 +48,6 @@ from yafsdp_cc.rescue.nodes import LostError, Nodes, Transfer, fetch, transfer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
-
-    from torch.distributed.checkpoint.metadata import Metadata
-    from torch.distributed.checkpoint.planner import SavePlan
-    from torch.distributed.checkpoint.storage import WriteResult
 
     from yafsdp_cc.checkpoint.ranks import Ranks
     from yafsdp_cc.checkpoint.state import Optimizers
@@ -324,7 +321,7 @@ class Rescue:
             tensors = [local_of(each) for each in tree_leaves(state) if isinstance(each, Tensor)]
             files.check_space(folder, 2 * (len(content) + sum(each.nbytes for each in tensors)))
             files.write(folder / files.extra_name(rank, world), content)
-        writer = _MemoryWriter(folder, all_gather_objects(zlib.crc32(content), group))
+        writer = CheckpointWriter(folder, all_gather_objects(zlib.crc32(content), group), is_shared=False)
         # The planner puts replicated tensors into rank 0's file: a node that has lost its memory then fetches that file
         # and those of its own ranks, and no others.
         planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
@@ -360,18 +357,6 @@ class Rescue:
             if sent * self._every < self._steps - self._started:
                 return
             time.sleep(_WAIT)
-
-
-class _MemoryWriter(CheckpointWriter):
-    """Writes the files of tensors; leaves the table of contents in ``table`` of rank 0, to be sent to every node."""
-
-    table = b""
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        return super(CheckpointWriter, self).prepare_global_plan(plans)
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        self.table = self.table_of(metadata, results)
 
 
 def _say(text: str) -> None:
