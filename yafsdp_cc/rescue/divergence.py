@@ -65,32 +65,27 @@ class DivergenceWatch:
         units = self._units()
         unit = list(units)[self._compared % len(units)]
         self._compared += 1
-        own = {name: _found(each) for name, each in self._model.named_parameters() if _is_replicated(each)}
-        own |= {name: _found(each) for name, each in units[unit].items()}
         names: dict[Tensor, str] = {each: plain_name(name) for name, each in self._model.named_parameters()}
+        own = {name: _found(each) for each, name in names.items() if each in units[unit] or _is_replicated(each)}
         for optimizer in self._optimizers:
             for parameter, state in optimizer.state.items():
                 if "step" in state:
                     own[f"optimizer's step of {names.get(parameter, 'a parameter')}"] = ((), int(state["step"]))
-        found = all_gather_objects(own, group)
-        for name in dict.fromkeys(name for each in found for name in each):
-            places: defaultdict[Hashable, dict[int, int]] = defaultdict(dict)
-            for rank, each in enumerate(found):
-                if name in each:
-                    place, value = each[name]
-                    places[place][rank] = value
-            for values in places.values():
-                if len(set(values.values())) > 1:
-                    raise DivergenceError(_told(plain_name(name), unit, values, self._steps))
+        values: defaultdict[tuple[str, Hashable], dict[int, int]] = defaultdict(dict)
+        for rank, each in enumerate(all_gather_objects(own, group)):
+            for name, (part, value) in each.items():
+                values[name, part][rank] = value
+        for (name, _), by_rank in values.items():
+            if len(set(by_rank.values())) > 1:
+                raise DivergenceError(_told(name, unit, by_rank, self._steps))
 
-    def _units(self) -> dict[str, dict[str, nn.Parameter]]:
-        """Return the parameters of each unit by name."""
-        units: defaultdict[str, dict[str, nn.Parameter]] = defaultdict(dict)
-        wrapped = {name for name, module in self._model.named_modules() if isinstance(module, FSDPModule)}
+    def _units(self) -> dict[str, set[Tensor]]:
+        """Return the parameters of each unit, by the unit's name."""
+        units: defaultdict[str, set[Tensor]] = defaultdict(set)
+        wrapped = [name for name, module in self._model.named_modules() if isinstance(module, FSDPModule)]
         for name, parameter in self._model.named_parameters():
-            path = name.split(".")[:-1]
-            above = (".".join(path[:depth]) for depth in range(len(path), 0, -1))
-            units[next((each for each in above if each in wrapped), "")][name] = parameter
+            around = [each for each in wrapped if name.startswith(f"{each}.")]
+            units[max(around, key=len, default="")].add(parameter)
         return units
 
 

@@ -339,7 +339,7 @@ class Rescue:
         transfer(copies, folder, group, self._let_training_go_first)
         all_gather_objects(None, group)  # a barrier: now every file is on two nodes
         if self._nodes.is_first:
-            files.write(folder / f"{METADATA}.part", next(table for _, table in found if table))
+            files.write(folder / f"{METADATA}.part", found[0][1])
             os.replace(folder / f"{METADATA}.part", folder / METADATA)
 
     def _whole_snapshots(self) -> list[str]:
