@@ -152,14 +152,15 @@ def _locked_folder(path: Path) -> tuple[Path, IO[bytes]]:
     for _ in range(_TRIES):
         folder = path.with_name(f"{path.name}.saving-{secrets.token_hex(4)}")
         # another save may delete the folder as left behind before it is locked: try again
-        with suppress(FileExistsError, FileNotFoundError, BlockingIOError):
+        with suppress(FileExistsError, FileNotFoundError):
             folder.mkdir()
             file = (folder / _LOCK).open("wb")
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:  # other errors: the file system has no locks, and the folder stays unlocked
-                if isinstance(error, BlockingIOError):
-                    raise
+            except BlockingIOError:
+                continue
+            except OSError:
+                pass  # the file system has no locks, and the folder stays unlocked
             if os.path.samestat(os.fstat(file.fileno()), os.stat(folder / _LOCK)):
                 return folder, file
     raise OSError(f"no folder could be made in {path.parent}: something deletes what begins with '{path.name}.saving'")
