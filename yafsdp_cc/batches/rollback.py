@@ -15,7 +15,7 @@ from __future__ import annotations
 import random
 import sys
 from collections import deque
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -139,7 +139,7 @@ class BatchRollback:
 
     def _save_object(self, thing: Any) -> None:
         """Save the state of compression in ``thing``: a tensor, a container or an object of ``_COMPRESSION``."""
-        kind = _kind_of(thing)
+        kind = _kind_of(type(thing))
         if kind is Tensor:
             self._save_tensor(thing)
         elif kind is list:
@@ -171,17 +171,11 @@ class BatchRollback:
             self._undo.append(partial(numpy.random.set_state, numpy.random.get_state()))
 
 
-def _kind_of(value: Any) -> type | None:
-    """Return whether a value is a tensor, a container (as list), or an object of compression; else None."""
-    kind = type(value)
-    if kind not in _kinds:
-        meanings = ((Tensor, Tensor), (_CONTAINERS, list), (_COMPRESSION, object))
-        _kinds[kind] = next((meaning for classes, meaning in meanings if issubclass(kind, classes)), None)
-    return _kinds[kind]
-
-
-_kinds: dict[type, type | None] = {}
-"""Cache of ``_kind_of`` by type: comparing with each class would take longer than the copies of a small model."""
+@cache  # comparing with each class takes longer than the copies of a small model
+def _kind_of(kind: type) -> type | None:
+    """Return Tensor for a class of tensors, list for one of containers, object for one of compression; else None."""
+    meanings = ((Tensor, Tensor), (_CONTAINERS, list), (_COMPRESSION, object))
+    return next((meaning for classes, meaning in meanings if issubclass(kind, classes)), None)
 
 
 def _replace(target: dict[str, Any], content: dict[str, Any]) -> None:

@@ -439,8 +439,10 @@ class _Block:
             return
         self._put_back()
         self._agree(reason, verdict)
-        if verdict == _RAISE or peers.in_a_row > limit:
-            self._raise(own, verdict)
+        if verdict == _RAISE:
+            raise own or RuntimeError(f"a batch is given up on all ranks: {self._errors}")
+        if peers.in_a_row > limit:
+            raise RuntimeError(f"{peers.in_a_row} batches in a row were skipped, the last one: {self._errors}") from own
 
     def _weights(self) -> list[int]:
         """Return the versions of all shards, which change whenever a shard does."""
@@ -493,13 +495,6 @@ class _Block:
     @property
     def _errors(self) -> str:
         return "; ".join(f"rank {rank}: {text}" for rank, text in self.batch.errors.items())
-
-    def _raise(self, own: Exception | None, verdict: int) -> None:
-        if verdict == _RAISE:
-            raise own or RuntimeError(f"a batch is given up on all ranks: {self._errors}")
-        raise RuntimeError(
-            f"{self._peers.in_a_row} batches in a row were skipped, the last one: {self._errors}"
-        ) from own
 
 
 _rollbacks: weakref.WeakKeyDictionary[FSDPState, BatchRollback] = weakref.WeakKeyDictionary()

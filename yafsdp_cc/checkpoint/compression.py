@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from yafsdp_cc.checkpoint.state import paths_in
 from yafsdp_cc.compression.fallback import CodecFallback
 from yafsdp_cc.compression.schedule import CompressionSchedule
 from yafsdp_cc.compression.state import (
@@ -89,9 +90,8 @@ def empty_state(model: nn.Module, contents: Metadata, trains: bool) -> dict[str,
     With ``trains``, a warning names parameters whose residuals are left out, as the model does not encode their sums.
     """
     found = _compressed(model)
-    paths = (contents.planner_data or {}).values()
     saved, told, kept = (
-        {path[1] for path in paths if path[0] == part and path[1:]} for part in (RESIDUALS, ESTIMATES, KEPT)
+        {name for name, *_ in paths_in(contents, part).values()} for part in (RESIDUALS, ESTIMATES, KEPT)
     )
     gradients, weights = ({}, {}) if found is None else (empty_residuals(found[0]), empty_kept_weights(found[0]))
     residuals = {name: each for name, each in gradients.items() if name in saved}
@@ -115,7 +115,6 @@ def load_state(model: nn.Module, loaded: dict[str, Any], extra: dict[str, Any], 
         model: its shards have their weights already.
         loaded: the tensors of ``empty_state``, filled from the checkpoint.
         extra: the content of this rank's extra file.
-        group: the ranks.
     """
     local, steps, behind, fallen, clip = (extra.pop(name, None) for name in (LOCAL, STEPS, BEHIND, FALLBACK, CLIP))
     decay, rounded = extra.pop(DECAY, None), extra.pop(ROUNDED, {})

@@ -36,9 +36,11 @@ from torch import Tensor
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-CHECKPOINT = (".metadata", "*.distcp", "extra_*.pt")
+METADATA = ".metadata"
+"""File with the table of contents."""
+CHECKPOINT = (METADATA, "*.distcp", "extra_*.pt")
 """Patterns of the files of a checkpoint."""
-_TABLE, _LOCK, _PREVIOUS = ".metadata", "lock", "previous"
+_LOCK, _PREVIOUS = "lock", "previous"
 _TRIES = 20
 _AT_ONCE = 1 << 20
 """Bytes that a checksum reads at a time."""
@@ -66,7 +68,7 @@ def complete(path: Path) -> Path:
             break
         kept = [each if each.suffix == f".{_PREVIOUS}" else each / _PREVIOUS for each in _folders(path)]
         with suppress(FileNotFoundError):
-            ages = {(each / _TABLE).stat().st_mtime_ns: each for each in kept if each.exists()}
+            ages = {(each / METADATA).stat().st_mtime_ns: each for each in kept if each.exists()}
             if ages:
                 return ages[max(ages)]
     return path
@@ -74,7 +76,7 @@ def complete(path: Path) -> Path:
 
 def version(path: Path) -> tuple[int, int]:
     """Return an id of the save at ``path``: two numbers of its table of contents, which differ after a replacement."""
-    with suppress(OSError), (complete(path) / _TABLE).open("rb") as table:
+    with suppress(OSError), (complete(path) / METADATA).open("rb") as table:
         found = os.fstat(table.fileno())
         return found.st_ino, found.st_mtime_ns
     return 0, 0
@@ -150,14 +152,15 @@ def _locked_folder(path: Path) -> tuple[Path, IO[bytes]]:
     for _ in range(_TRIES):
         folder = path.with_name(f"{path.name}.saving-{secrets.token_hex(4)}")
         # another save may delete the folder as left behind before it is locked: try again
-        with suppress(FileExistsError, FileNotFoundError, BlockingIOError):
+        with suppress(FileExistsError, FileNotFoundError):
             folder.mkdir()
             file = (folder / _LOCK).open("wb")
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:  # other errors: the file system has no locks, and the folder stays unlocked
-                if isinstance(error, BlockingIOError):
-                    raise
+            except BlockingIOError:
+                continue
+            except OSError:
+                pass  # the file system has no locks, and the folder stays unlocked
             if os.path.samestat(os.fstat(file.fileno()), os.stat(folder / _LOCK)):
                 return folder, file
     raise OSError(f"no folder could be made in {path.parent}: something deletes what begins with '{path.name}.saving'")
@@ -207,18 +210,13 @@ def check_space(folder: Path, needed: int) -> None:
 
 @contextmanager
 def writing(folder: Path, needed: int) -> Iterator[None]:
-    """Raise the ``OSError`` that has caused an error of torch's writer; for a full disk, with free and needed bytes."""
+    """Say how many bytes were free and needed in the ``OSError`` of a full disk."""
     free = shutil.disk_usage(folder).free
     try:
         yield
-    except Exception as error:
-        cause: BaseException | None = error
-        while cause is not None and not isinstance(cause, OSError):
-            cause = cause.__cause__ or cause.__context__
-        if cause is not None and cause.errno in (errno.ENOSPC, errno.EDQUOT):
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise _no_space(folder, needed, free) from error
-        if cause is not None:
-            raise cause from error
         raise
 
 
@@ -295,7 +293,6 @@ def write(file: Path, content: bytes) -> None:
 
 
 def extra_name(rank: int, world: int) -> str:
-    """Return the name of a rank's extra file."""
     return f"extra_{rank}_of_{world}.pt"
 
 
@@ -306,8 +303,7 @@ def read_extra(folder: Path, rank: int, world: int, sums: Sequence[int] | None =
 
     Args:
         folder: the checkpoint.
-        rank: this rank.
-        world: the number of ranks now.
+        rank, world: this rank's number, and the number of ranks now.
         sums: CRC-32 of the file of each rank that saved; None: not stored.
 
     Raises:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from yafsdp_cc.checkpoint import compression, files, replicas
 from yafsdp_cc.checkpoint.ranks import by_torch, check_arguments, meet, place_in, together
-from yafsdp_cc.checkpoint.reader import METADATA, CheckpointReader, DryPlanner, SafePlanner
+from yafsdp_cc.checkpoint.reader import CheckpointReader, DryPlanner, SafePlanner
 from yafsdp_cc.checkpoint.save import wait_for_saves
 from yafsdp_cc.checkpoint.state import (
     MODEL,
@@ -31,6 +31,7 @@ from yafsdp_cc.checkpoint.state import (
     load_model_state,
     model_state,
     names_in_order,
+    paths_in,
     plain_name,
     restore_optimizers,
     unpacked,
@@ -39,6 +40,7 @@ from yafsdp_cc.checkpoint.state import (
 from yafsdp_cc.forms.subclasses import PLAIN
 from yafsdp_cc.fsdp2.module import check_shows_shards
 from yafsdp_cc.ranks.checks import all_gather_objects, table_of_ranks
+from yafsdp_cc.replicas.sync import local_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -110,7 +112,7 @@ def load_from(
     if len({digest for digest, _ in digests}) > 1:
         raise ValueError(
             "ranks load different checkpoints, or one of them a damaged copy; give every rank the same one:\n"
-            + table_of_ranks(f"{where}, {METADATA} with SHA-256 {digest[:8]}" for digest, where in digests)
+            + table_of_ranks(f"{where}, {files.METADATA} with SHA-256 {digest[:8]}" for digest, where in digests)
         )
     with together(group):
         check_shows_shards(model, "load")
@@ -128,16 +130,16 @@ def load_from(
     state |= compression.empty_state(model, reader.contents, bool(optimizers))
     state |= replicas.empty_state(model, reader.contents)
     read_into(state, reader, ranks.back, dry=True)
-    if tied:  # compare the entries of tied names before one overwrites the other
-        values = {name: torch.zeros_like(state[MODEL][name]) for name in {*tied, *tied.values()}}
+    quantised = metadata_names(model, state[MODEL])
+    # compare the entries of tied names before one overwrites the other
+    values = {name: torch.zeros_like(state[MODEL][name]) for name in {*tied, *tied.values(), *quantised}}
+    if values:
         read_into({MODEL: values}, reader, ranks.back)
         with together(group):
             check_tied(values, tied, folder)
-    if quantised := metadata_names(model, state[MODEL]):
-        values = {name: torch.zeros_like(state[MODEL][name]) for name in quantised}
-        read_into({MODEL: values}, reader, ranks.back)
-        with together(group):
-            _check_metadata(values, {name: state[MODEL].pop(name) for name in quantised}, folder)
+            for name in quantised:
+                _check_metadata(name, values[name], state[MODEL].pop(name), folder)
+        del values
     if optimizers:
         with together(group):
             _check_groups(state[OPTIMIZER]["param_groups"], model, optimizers, folder)
@@ -182,14 +184,12 @@ def model_part(contents: Metadata, folder: Path) -> dict[str, Any]:
 
     The value of an extra state, which may have several entries, is None.
     """
-    paths = contents.planner_data or {}
-    parts = {key: path for key, path in paths.items() if path[0] == MODEL and len(path) > 1}
     saved = {
-        plain_name(path[1]): None if is_extra_state(path[1]) else contents.state_dict_metadata[key]
-        for key, path in parts.items()
+        plain_name(name): None if is_extra_state(name) else contents.state_dict_metadata[key]
+        for key, (name, *_) in paths_in(contents, MODEL).items()
     }
     if not saved:
-        tops = sorted({str(path[0]) for path in paths.values()} or contents.state_dict_metadata)
+        tops = sorted({str(path[0]) for path in (contents.planner_data or {}).values()} or contents.state_dict_metadata)
         raise ValueError(
             f"{folder} is a checkpoint of another form: it holds {_listed(map(repr, tops), ', ')}, and no 'model'. "
             "yafsdp_cc.load reads what yafsdp_cc.save wrote, or torch.distributed.checkpoint.save of "
@@ -236,8 +236,7 @@ def aliases(state: Mapping[str, Any]) -> dict[str, str]:
 def check_tied(values: Mapping[str, Tensor], names: Mapping[str, str], folder: Path) -> None:
     """Compare this rank's parts of the entries of tied names: if they differ, one of them would be lost."""
     for name, first in names.items():
-        one, other = (getattr(values[each], "_local_tensor", values[each]) for each in (first, name))
-        if not one.equal(other):
+        if not local_of(values[first]).equal(local_of(values[name])):
             raise ValueError(
                 f"{folder} holds different values for '{first}' and '{name}', which are one parameter in this model: "
                 "untie them as they were when it was saved"
@@ -254,14 +253,13 @@ def metadata_names(model: nn.Module, state: Mapping[str, Any]) -> list[str]:
     return [name for name, value in state.items() if isinstance(value, Tensor) and (held - {name}) & set(above[name])]
 
 
-def _check_metadata(values: Mapping[str, Tensor], known: Mapping[str, Tensor], folder: Path) -> None:
+def _check_metadata(name: str, value: Tensor, known: Tensor, folder: Path) -> None:
     """Raise a ``ValueError`` if a quantised parameter has other metadata in the checkpoint than in the model."""
-    for name, value in values.items():
-        if not torch.equal(value, known[name]):
-            raise ValueError(
-                f"'{name}' in {folder} is not that of the model: its weight was quantised from other values. Quantise "
-                "the model from the same weights as the one that was saved"
-            )
+    if not torch.equal(value, known):
+        raise ValueError(
+            f"'{name}' in {folder} is not that of the model: its weight was quantised from other values. Quantise "
+            "the model from the same weights as the one that was saved"
+        )
 
 
 def _check_optimizer(contents: Metadata, model: nn.Module, folder: Path) -> None:
@@ -294,15 +292,16 @@ def _check_moments(contents: Metadata, shapes: Mapping[str, torch.Size], folder:
     Factors that broadcast along a dimension fit, and so do flattened tensors, and lists.
     """
     alike, odd = set(), {}
-    for key, path in (contents.planner_data or {}).items():
+    for key, path in paths_in(contents, OPTIMIZER).items():
         stored = contents.state_dict_metadata[key]
-        if path[:2] != (OPTIMIZER, "state") or len(path) != 4 or not isinstance(stored, TensorStorageMetadata):
+        if path[0] != "state" or len(path) != 3 or not isinstance(stored, TensorStorageMetadata):
             continue
-        name, shape = path[2], shapes[path[2]]
+        _, name, kind = path
+        shape = shapes[name]
         if stored.size == shape and len(shape):
-            alike.add(path[3])
+            alike.add(kind)
         elif stored.size.numel() != shape.numel() and not _repeats(stored.size, shape):
-            odd[path[3], name] = list(stored.size)
+            odd[kind, name] = list(stored.size)
     lines = [
         f"checkpoint's optimizer has {size} as '{kind}' of '{name}', which is {list(shapes[name])}"
         for (kind, name), size in odd.items()

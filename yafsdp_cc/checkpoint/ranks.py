@@ -56,9 +56,8 @@ def ranks_of(model: nn.Module, *, beside: bool = False) -> Ranks:
     def group(use: str, timeout: timedelta) -> Group:
         return (group_once(world, (use, *members), partial(new_group, members, timeout, "gloo")),)
 
-    if beside:
-        return Ranks(group("front", patience), group("beside", patience))
-    return Ranks(group("front", patience), group("back", max(patience, default_pg_timeout)))
+    back = group("beside", patience) if beside else group("back", max(patience, default_pg_timeout))
+    return Ranks(group("front", patience), back)
 
 
 def check_arguments(call: str, path: object, model: object) -> None:

@@ -12,7 +12,6 @@ import io
 import math
 import pickle
 import weakref
-from collections import Counter
 from contextlib import ExitStack, nullcontext
 from dataclasses import is_dataclass
 from itertools import groupby, product
@@ -35,8 +34,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType
 from torch.futures import Future
 
-from yafsdp_cc.checkpoint.files import check_entry, load_plain, reading, unsealed
-from yafsdp_cc.checkpoint.state import MODEL, plain_name
+from yafsdp_cc.checkpoint.files import METADATA, check_entry, load_plain, reading, unsealed
+from yafsdp_cc.checkpoint.state import MODEL, paths_in, plain_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -44,7 +43,6 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
     from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 
-METADATA = ".metadata"
 _HELD = 256
 """Largest number of open files of a reader: a process may have about a thousand."""
 CRC, EXTRA_SUMS = "crc32", "extra_crc32"
@@ -117,16 +115,18 @@ class CheckpointReader(FileSystemReader):
             content = table.read_bytes()
             self.digest = hashlib.sha256(content).hexdigest()
             contents = _unpickle(unsealed(content), table)
-            _check_contents(contents)
+            self.names = _check_contents(contents)
             self.extra_sums: list[int] | None = getattr(contents.storage_meta, EXTRA_SUMS, None)
             contents.storage_meta = metadata.StorageMeta(load_id=self.load_id)
+        for name in self.names:
+            if Path(name).name != name:
+                raise ValueError(f"{table} refers to '{name}', which is not a file of this folder")
         self.contents = contents
-        paths = [path for path in (contents.planner_data or {}).values() if path[0] == MODEL and len(path) > 1]
-        self.stored_names = {plain: path[1] for path in paths if (plain := plain_name(path[1])) != path[1]}
+        stored = [path[0] for path in paths_in(contents, MODEL).values()]
+        self.stored_names = {plain: name for name in stored if (plain := plain_name(name)) != name}
         self._held: dict[str, IO[bytes]] = {}
         closing = ExitStack()
         weakref.finalize(self, closing.close)
-        self.names = _names_in(path, contents)
         if fetch is not None:
             return
         _check_files(path, self.names)
@@ -294,8 +294,11 @@ def _unpickle(content: bytes, path: Path) -> Metadata:
     return contents
 
 
-def _check_contents(contents: Metadata) -> None:
+def _check_contents(contents: Metadata) -> dict[str, int]:
     """Check that a table of contents is consistent: torch writes no checksum, and anybody can make one.
+
+    Returns:
+        How many bytes each file must have at least, by name.
 
     Raises:
         Exception: of any type, if it is not.
@@ -332,6 +335,7 @@ def _check_contents(contents: Metadata) -> None:
         names = {name: ".".join(map(str, path)) for name, path in contents.planner_data.items()}
         if strange := [name for name in names.keys() | stored.keys() if name not in stored or names.get(name) != name]:
             raise ValueError(f"it lists '{strange[0]}' in one place only")
+    return ends
 
 
 def _kinds(contents: Metadata) -> Iterator[tuple[object, tuple[type, ...]]]:
@@ -387,17 +391,6 @@ def _tile(stored: TensorStorageMetadata) -> bool:
         if all(low < high for low, high in box):
             corners ^= set(product(*(box[dim] for dim in cut)))
     return not corners and sum(math.prod(each.sizes) for each in stored.chunks) == math.prod(stored.size)
-
-
-def _names_in(folder: Path, contents: Metadata) -> dict[str, int]:
-    """Return the names of the files that hold the tensors of ``contents``, and how long each must be at least."""
-    ends: Counter[str] = Counter()
-    for place in (contents.storage_data or {}).values():
-        ends[place.relative_path] = max(ends[place.relative_path], place.offset + place.length)
-    for name in ends:
-        if Path(name).name != name:
-            raise ValueError(f"{folder / METADATA} refers to '{name}', which is not a file of this folder")
-    return dict(ends)
 
 
 def _check_files(folder: Path, ends: Mapping[str, int]) -> None:

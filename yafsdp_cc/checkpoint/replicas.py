@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from yafsdp_cc.checkpoint.state import plain_name
+from yafsdp_cc.checkpoint.state import paths_in, plain_name
 from yafsdp_cc.replicas.sync import local_of, sync_of
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def empty_state(model: nn.Module, contents: Metadata) -> dict[str, Any]:
     sync = sync_of(model)
     if sync is None:
         return {}
-    saved = {path[1:] for path in (contents.planner_data or {}).values() if path[0] == REPLICAS}
+    saved = set(paths_in(contents, REPLICAS).values())
     named = {plain_name(name): each for name, each in sync.parameters.items()}
     found = {
         kind: {name: torch.zeros_like(each, dtype=torch.float32, requires_grad=False) for name, each in named.items()}

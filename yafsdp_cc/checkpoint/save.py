@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import copy
-import io
 import logging
 import os
 import zlib
 from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_map
 
 from yafsdp_cc.checkpoint import compression, files, replicas
 from yafsdp_cc.checkpoint.files import Replacement
 from yafsdp_cc.checkpoint.ranks import by_torch, check_arguments, check_is_one_model, meet, place_in, together
-from yafsdp_cc.checkpoint.state import as_sequence, check_plain, state_of, unwrapped
+from yafsdp_cc.checkpoint.state import as_sequence, check_plain, host_copy, state_of, unwrapped
 from yafsdp_cc.checkpoint.writer import CheckpointWriter
 from yafsdp_cc.ranks.checks import all_gather_objects
 from yafsdp_cc.replicas.sync import synchronize_replicas
@@ -34,19 +33,16 @@ if TYPE_CHECKING:
     from yafsdp_cc.checkpoint.ranks import Group
     from yafsdp_cc.checkpoint.state import Optimizers
 
-_background: ThreadPoolExecutor
-"""Executor of one thread: asynchronous saves run in the order of the calls, which is the same on all ranks."""
-
-
-def _start_anew() -> None:
-    global _background
-    _background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="yafsdp_cc.save")
-
-
-_start_anew()
-os.register_at_fork(after_in_child=_start_anew)  # threads do not survive a fork
-
 _logger = logging.getLogger("yafsdp_cc")
+
+
+@cache
+def _background() -> ThreadPoolExecutor:
+    """Return an executor of one thread: asynchronous saves run in the order of the calls, alike on all ranks."""
+    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="yafsdp_cc.save")
+
+
+os.register_at_fork(after_in_child=_background.cache_clear)  # threads do not survive a fork
 
 
 def save(
@@ -94,9 +90,7 @@ def save(
     compressed = {**compression.sharded_state(model), **replicas.sharded_state(model)}
     state, content = collect(model, optimizers, extra, compressed, ranks.front)
     if asynchronous:
-        state = tree_map_only(Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), state)
-        state = tree_map_only(io.BytesIO, copy.copy, state)
-        future = _background.submit(_write, target, state, content, ranks.back)
+        future = _background().submit(_write, target, tree_map(host_copy, state), content, ranks.back)
         future.add_done_callback(_log_failure)
         return future
     wait_for_saves()
@@ -125,7 +119,7 @@ def collect(
 
 def wait_for_saves() -> None:
     """Return when no save of this rank is under way."""
-    _background.submit(lambda: None).result()
+    _background().submit(lambda: None).result()
 
 
 def _write(path: Path, state: dict[str, Any], content: bytes, group: Group) -> None:
@@ -139,11 +133,12 @@ def _write(path: Path, state: dict[str, Any], content: bytes, group: Group) -> N
             if not folder.is_dir():
                 raise ValueError(f"does not see {folder}, made by rank 0: choose a path that all ranks share")
             files.write(folder / files.extra_name(rank, world), content)
-        writer = CheckpointWriter(folder, all_gather_objects(zlib.crc32(content), group))
+        writer = CheckpointWriter(folder, all_gather_objects(zlib.crc32(content), group), is_shared=True)
         with by_torch(f"saving {path}", group) as which:
             state_dict_saver.save(state, storage_writer=writer, **which)
         with together(group):
             if replacement is not None:
+                files.write(folder / files.METADATA, writer.table)
                 replacement.commit()
 
 

@@ -7,6 +7,7 @@ which the saved one had it.
 
 from __future__ import annotations
 
+import copy
 import io
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -37,11 +38,23 @@ _WHOLE = "yafsdp_cc.whole"
 """Prefix in files of an extra state that is stored as one object; earlier versions' checkpoints need it unchanged."""
 
 
+def host_copy(value: Any) -> Any:
+    """Return a copy in host memory of a tensor or a ``BytesIO``, which training may change; anything else unchanged."""
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    return copy.copy(value) if isinstance(value, io.BytesIO) else value
+
+
 def as_sequence(optimizers: Optimizers) -> Sequence[Optimizer]:
-    """Return the optimizers as a sequence."""
     if optimizers is None:
         return ()
     return optimizers if isinstance(optimizers, (list, tuple)) else (optimizers,)
+
+
+def paths_in(contents: Metadata, part: str) -> dict[str, tuple[Any, ...]]:
+    """Return the path below ``part`` of each of its entries in a checkpoint, by the entry's key."""
+    paths = (contents.planner_data or {}).items()
+    return {key: path[1:] for key, path in paths if path[0] == part and len(path) > 1}
 
 
 def state_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
@@ -132,8 +145,8 @@ def _is_put_together_again(value: Any) -> bool:
 
 def empty_extra_states(contents: Metadata) -> dict[str, Any]:
     """Return placeholders for a checkpoint's extra states, whose forms and sizes may differ from the model's."""
-    paths = ((key, path) for key, path in (contents.planner_data or {}).items() if path[0] == MODEL and len(path) > 1)
-    return _empty(contents, {key: (plain_name(path[1]), *path[2:]) for key, path in paths if is_extra_state(path[1])})
+    paths = paths_in(contents, MODEL).items()
+    return _empty(contents, {key: (plain_name(name), *path) for key, (name, *path) in paths if is_extra_state(name)})
 
 
 def unpacked(value: Any) -> Any:
@@ -166,8 +179,7 @@ def empty_optimizer_state(model: nn.Module, contents: Metadata) -> dict[str, Any
     ``contents`` must have such a part, and state for parameters of the model only.
     """
     parameters = {plain_name(name): parameter for name, parameter in model.named_parameters()}
-    parts = {key: path[1:] for key, path in contents.planner_data.items() if path[0] == OPTIMIZER}
-    return {"state": {}, **_empty(contents, parts, parameters)}
+    return {"state": {}, **_empty(contents, paths_in(contents, OPTIMIZER), parameters)}
 
 
 def restore_optimizers(model: nn.Module, optimizers: Sequence[Optimizer], saved: dict[str, Any]) -> None:
@@ -219,8 +231,7 @@ def check_plain(
     """Raise a ``TypeError`` that names the first thing inside ``value`` that is neither plain data nor a tensor.
 
     Args:
-        value: the value to search.
-        name: name of ``value``.
+        name: name of ``value`` in the message.
         keys: the types that keys of dicts may have.
         tensors: the exact types that tensors may have; None: any.
     """

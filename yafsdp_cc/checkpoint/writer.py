@@ -12,7 +12,7 @@ from typing import IO, TYPE_CHECKING, Any
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, FileSystemWriter
 
 from yafsdp_cc.checkpoint import files
-from yafsdp_cc.checkpoint.reader import CRC, EXTRA_SUMS, METADATA
+from yafsdp_cc.checkpoint.reader import CRC, EXTRA_SUMS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,21 +26,26 @@ if TYPE_CHECKING:
 class CheckpointWriter(FileSystemWriter):
     """torch's writer of a folder; every entry, the extra files and the table of contents get a checksum.
 
-    Checksums are computed from memory, so that any damage of the files is noticed when they are read.
+    Checksums are computed from memory, so that any damage of the files is noticed when they are read. The table of
+    contents is not written: it makes the checkpoint complete, and so is the caller's last file.
 
     Args:
         folder: folder to write to.
         extra_sums: the CRC-32 of each rank's extra file, in rank order.
+        is_shared: whether all ranks write to one file system, which must have room for all their tensors.
     """
 
-    def __init__(self, folder: Path, extra_sums: Sequence[int]) -> None:
+    table = b""
+    """Table of contents, with its checksum; on rank 0, after the save."""
+
+    def __init__(self, folder: Path, extra_sums: Sequence[int], *, is_shared: bool) -> None:
         super().__init__(folder)
-        self._extra_sums = list(extra_sums)
+        self._extra_sums, self._is_shared = list(extra_sums), is_shared
         self.transforms: Any = _SummingTransforms()
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Check that the file system has room for all ranks' tensors, then plan as torch's writer does."""
-        files.check_space(Path(self.path), sum(map(_bytes, plans)))
+        if self._is_shared:
+            files.check_space(Path(self.path), sum(map(_bytes, plans)))
         return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -54,14 +59,9 @@ class CheckpointWriter(FileSystemWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the table of contents, with its checksum."""
-        files.write(Path(self.path) / METADATA, self.table_of(metadata, results))
-
-    def table_of(self, metadata: Metadata, results: list[list[WriteResult]]) -> bytes:
-        """Return the table of contents, with its checksum."""
         places = {each.index: each.storage_data for written in results for each in written}
         contents = replace(metadata, version=CURRENT_DCP_VERSION, storage_data=places, storage_meta=self.storage_meta())
-        return files.sealed(pickle.dumps(contents))
+        self.table = files.sealed(pickle.dumps(contents))
 
     def storage_meta(self) -> StorageMeta | None:
         """Return the id of the save, with the checksums of the extra files."""

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from torch.distributed.distributed_c10d import _get_default_store
 
 from yafsdp_cc.engine.step_state import StepState, history
-from yafsdp_cc.ranks.checks import table_of_ranks
+from yafsdp_cc.ranks.checks import named_ranks, table_of_ranks
 from yafsdp_cc.ranks.mesh import backend_of, is_python_group, timeout_of
 
 if TYPE_CHECKING:
@@ -192,8 +192,6 @@ def wait_for_key(store: Store, key: str, world: int) -> str:
 
 _TIMEOUT, _GLANCE = 5.0, 0.05
 """Seconds that ``exchange_over_store`` waits for the texts of all ranks together, and at least for that of each."""
-_NAMED = 8
-"""Ranks without an answer that an error names."""
 
 
 def exchange_over_store(store: Store, key: str, rank: int, ranks: Sequence[int], text: str) -> tuple[str, str]:
@@ -212,12 +210,12 @@ def exchange_over_store(store: Store, key: str, rank: int, ranks: Sequence[int],
             answers.append(store.get(f"{key}/{other}").decode())
         except (RuntimeError, ValueError):
             answers.append(text if other == rank else "no answer")
-    silent = [str(ranks[other]) for other, answer in enumerate(answers) if answer == "no answer"]
+    silent = [each for each, answer in zip(ranks, answers, strict=True) if answer == "no answer"]
     reason = "every rank must issue the same operations in the same order"
     if silent:
-        who = ", ".join(silent[:_NAMED]) + (f" and {len(silent) - _NAMED} more" if len(silent) > _NAMED else "")
         reason = (
-            f"no answer from rank {who}, which ended or hangs: see its own output. A rank with fewer batches than the "
-            "others needs yafsdp_cc.uneven(model); a forward, evaluation's too, must not stand under `if rank == 0`"
+            f"no answer from {named_ranks(silent)}, which ended or hangs: see its own output. A rank with fewer "
+            "batches than the others needs yafsdp_cc.uneven(model); a forward, evaluation's too, must not stand under "
+            "`if rank == 0`"
         )
     return reason, table_of_ranks(answers, ranks)

@@ -73,6 +73,16 @@ def check_settings(settings: Mapping[str, object], across: Sequence[dist.Process
             )
 
 
+_NAMED = 8
+"""Most ranks that a message names."""
+
+
+def named_ranks(ranks: Sequence[int]) -> str:
+    """Return "rank 3", "ranks 0, 3" or, of many ranks, the first ones and the number of the others."""
+    more = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:_NAMED]))}{more}"
+
+
 def table_of_ranks(entries: Iterable[object], ranks: Iterable[int] | None = None) -> str:
     """Return the entries of ``ranks``, or of rank 0 and the following, as lines of an error message."""
     numbers = itertools.count() if ranks is None else ranks

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from yafsdp_cc.checkpoint.ranks import meet
 from yafsdp_cc.checkpoint.state import as_sequence, plain_name, unwrapped
-from yafsdp_cc.ranks.checks import all_gather_objects
+from yafsdp_cc.ranks.checks import all_gather_objects, checksum
 from yafsdp_cc.replicas.sync import local_of, refuse_sync
 
 if TYPE_CHECKING:
@@ -32,8 +31,8 @@ class DivergenceWatch:
         ...
         watch.step()  # behind optimizer.step()
 
-    A shard is compared with that of the other replicas: without replicas, there is nothing to compare it with. Sums of
-    whole numbers notice every change of one bit.
+    A shard is compared with that of the other replicas: without replicas, there is nothing to compare it with. The
+    checksums notice every change of one bit.
 
     Args:
         model: sharded by this package or by FSDP2.
@@ -66,32 +65,27 @@ class DivergenceWatch:
         units = self._units()
         unit = list(units)[self._compared % len(units)]
         self._compared += 1
-        own = {name: _found(each) for name, each in self._model.named_parameters() if _is_replicated(each)}
-        own |= {name: _found(each) for name, each in units[unit].items()}
         names: dict[Tensor, str] = {each: plain_name(name) for name, each in self._model.named_parameters()}
+        own = {name: _found(each) for each, name in names.items() if each in units[unit] or _is_replicated(each)}
         for optimizer in self._optimizers:
             for parameter, state in optimizer.state.items():
                 if "step" in state:
                     own[f"optimizer's step of {names.get(parameter, 'a parameter')}"] = ((), int(state["step"]))
-        found = all_gather_objects(own, group)
-        for name in dict.fromkeys(name for each in found for name in each):
-            places: defaultdict[Hashable, dict[int, int]] = defaultdict(dict)
-            for rank, each in enumerate(found):
-                if name in each:
-                    place, value = each[name]
-                    places[place][rank] = value
-            for values in places.values():
-                if len(set(values.values())) > 1:
-                    raise DivergenceError(_told(plain_name(name), unit, values, self._steps))
+        values: defaultdict[tuple[str, Hashable], dict[int, int]] = defaultdict(dict)
+        for rank, each in enumerate(all_gather_objects(own, group)):
+            for name, (part, value) in each.items():
+                values[name, part][rank] = value
+        for (name, _), by_rank in values.items():
+            if len(set(by_rank.values())) > 1:
+                raise DivergenceError(_told(name, unit, by_rank, self._steps))
 
-    def _units(self) -> dict[str, dict[str, nn.Parameter]]:
-        """Return the parameters of each unit by name."""
-        units: defaultdict[str, dict[str, nn.Parameter]] = defaultdict(dict)
-        wrapped = {name for name, module in self._model.named_modules() if isinstance(module, FSDPModule)}
+    def _units(self) -> dict[str, set[Tensor]]:
+        """Return the parameters of each unit, by the unit's name."""
+        units: defaultdict[str, set[Tensor]] = defaultdict(set)
+        wrapped = [name for name, module in self._model.named_modules() if isinstance(module, FSDPModule)]
         for name, parameter in self._model.named_parameters():
-            path = name.split(".")[:-1]
-            above = (".".join(path[:depth]) for depth in range(len(path), 0, -1))
-            units[next((each for each in above if each in wrapped), "")][name] = parameter
+            around = [each for each in wrapped if name.startswith(f"{each}.")]
+            units[max(around, key=len, default="")].add(parameter)
         return units
 
 
@@ -101,13 +95,11 @@ def _is_replicated(parameter: Tensor) -> bool:
 
 def _found(parameter: Tensor) -> tuple[Hashable, int]:
     """Return an id of this rank's part of a parameter, equal where values must be, and the checksum of that part."""
-    local = local_of(parameter).contiguous()
     part: tuple[int, ...] = ()
     if isinstance(parameter, DTensor):
         where = parameter.device_mesh.get_coordinate() or ()
         part = tuple(at for at, how in zip(where, parameter.placements, strict=True) if not how.is_replicate())
-    whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(local.itemsize, torch.int64)
-    return part, int(local.view(whole).sum(dtype=torch.int64)) if local.numel() else 0
+    return part, checksum(local_of(parameter))
 
 
 def _told(name: str, unit: str, values: dict[int, int], steps: int) -> str:

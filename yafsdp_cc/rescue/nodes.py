@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -15,6 +14,8 @@ from yafsdp_cc.ranks.checks import all_gather_objects
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
+
+    import torch.distributed as dist
 
     from yafsdp_cc.checkpoint.ranks import Group
 
@@ -111,7 +112,6 @@ def transfer(
     Args:
         transfers: the same on all ranks, in the same order.
         folder: folder of this rank.
-        group: group of all ranks.
         before_part: called before a part is sent, with the fraction of this rank's bytes sent so far.
     """
     rank, _ = place_in(group)
@@ -122,26 +122,21 @@ def transfer(
             with _part_of(folder, each).open("wb") as file:
                 if each.size:
                     os.posix_fallocate(file.fileno(), 0, each.size)
-    if not (sent or received):
-        return
-    # Send and receive in two threads: ranks that only received once their own message was taken could wait in a circle.
-    with ThreadPoolExecutor(1, "yafsdp_cc.receive") as receiver:
-        done = receiver.submit(_receive, received, folder, group)
-        total, gone = sum(each.size for each in sent), 0
-        for each in sent:
-            for part in _mapped(folder / each.name, each.size):
-                before_part(gone / total)
-                group[0].send([part], each.target, _TAG).wait()
-                gone += part.nbytes
-        done.result()
-
-
-def _receive(transfers: Sequence[Transfer], folder: Path, group: Group) -> None:
-    for each in transfers:
-        unfinished = _part_of(folder, each)
-        for part in _mapped(unfinished, each.size):
-            group[0].recv([part], each.source, _TAG).wait()
-        os.replace(unfinished, folder / each.name)
+    # Issue all receives first: ranks that only received once their own message was taken could wait in a circle.
+    works: dict[Transfer, list[dist.Work]] = {}
+    for each in received:
+        parts = _mapped(_part_of(folder, each), each.size)
+        works[each] = [group[0].recv([part], each.source, _TAG) for part in parts]
+    total, gone = sum(each.size for each in sent), 0
+    for each in sent:
+        for part in _mapped(folder / each.name, each.size):
+            before_part(gone / total)
+            group[0].send([part], each.target, _TAG).wait()
+            gone += part.nbytes
+    for each, receives in works.items():
+        for work in receives:
+            work.wait()
+        os.replace(_part_of(folder, each), folder / each.name)
 
 
 def _part_of(folder: Path, transfer: Transfer) -> Path:

@@ -10,7 +10,6 @@ vanishes, the others have every file. The snapshot before the last is removed wh
 
 from __future__ import annotations
 
-import io
 import os
 import pickle
 import random
@@ -23,23 +22,23 @@ import weakref
 import zlib
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from yafsdp_cc.checkpoint import compression, files
+from yafsdp_cc.checkpoint.files import METADATA
 from yafsdp_cc.checkpoint.load import load_from
 from yafsdp_cc.checkpoint.ranks import by_torch, check_is_one_model, meet, place_in, together
-from yafsdp_cc.checkpoint.reader import METADATA, CheckpointReader
+from yafsdp_cc.checkpoint.reader import CheckpointReader
 from yafsdp_cc.checkpoint.save import collect, save
-from yafsdp_cc.checkpoint.state import as_sequence, unwrapped
+from yafsdp_cc.checkpoint.state import as_sequence, host_copy, unwrapped
 from yafsdp_cc.checkpoint.writer import CheckpointWriter
 from yafsdp_cc.fsdp2.module import ShardedModule, require_state
 from yafsdp_cc.ranks.checks import all_gather_objects
@@ -48,11 +47,7 @@ from yafsdp_cc.rescue.memory import MEMORY, folder_of_run
 from yafsdp_cc.rescue.nodes import LostError, Nodes, Transfer, fetch, files_in, transfer
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from torch.distributed.checkpoint.metadata import Metadata
-    from torch.distributed.checkpoint.planner import SavePlan
-    from torch.distributed.checkpoint.storage import WriteResult
+    from collections.abc import Callable, Collection
 
     from yafsdp_cc.checkpoint.ranks import Ranks
     from yafsdp_cc.checkpoint.state import Optimizers
@@ -62,7 +57,6 @@ STEPS, RANDOM = "steps", "random_states"
 """Names in the extra files for the number of finished steps and for the random states."""
 _WAIT = 0.002
 """Seconds between looks whether training still communicates, while the copy to the buddy waits for that."""
-
 
 _all: weakref.WeakSet[Rescue] = weakref.WeakSet()
 
@@ -116,15 +110,20 @@ class Rescue:
             raise ValueError(
                 f"save_every={save_every} needs the path of the checkpoints: Rescue(..., path='checkpoints/last')"
             )
+        self._states: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {}
+        """Functions that return, and that restore, the state of each object."""
         for name, each in states.items():
-            if not (isinstance(each, torch.Generator) or hasattr(each, "load_state_dict")):
-                raise TypeError(f"{name} is a {type(each).__name__}, which has no state_dict() and load_state_dict()")
             if name in (STEPS, RANDOM):
                 raise ValueError(f"Rescue keeps something of its own as '{name}': choose another name")
-        self._model, self._optimizer = unwrapped(model), optimizer
-        self._optimizers = as_sequence(optimizer)
+            if isinstance(each, torch.Generator):
+                self._states[name] = each.get_state, each.set_state
+            elif hasattr(each, "load_state_dict"):
+                self._states[name] = each.state_dict, each.load_state_dict
+            else:
+                raise TypeError(f"{name} is a {type(each).__name__}, which has no state_dict() and load_state_dict()")
+        self._states[RANDOM] = _random_states, _set_random_states  # the last one: other objects may draw numbers
+        self._model, self._optimizers = unwrapped(model), as_sequence(optimizer)
         self._every, self._path, self._save_every = every, path, save_every
-        self._states = states
         self._folder = Path(os.environ.get(MEMORY) or folder_of_run("run", os.environ.get("TORCHELASTIC_RUN_ID", "0")))
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -136,10 +135,13 @@ class Rescue:
         """Number of finished steps; None before ``restore``."""
         self._started = 0
         """Number of finished steps when the snapshot that is under way was begun."""
-        self._copied: dict[str, Any] = {}
-        """Copy on the host of the state in the last snapshot, whose memory the next one uses again."""
+        self._form: TreeSpec | None = None
+        """Structure of the state in the last snapshot."""
+        self._copies: list[Any] = []
+        """Copies on the host of the values in that state, whose memory the next snapshot uses again."""
         self._thread = ThreadPoolExecutor(1, "yafsdp_cc.rescue")
         self._job: Future[None] | None = None
+        """Snapshot under way; None as soon as training waits for it."""
         _all.add(self)
         self._engine: GroupContext | None = None
 
@@ -160,87 +162,90 @@ class Rescue:
             "every": self._every,
             "path": None if self._path is None else str(Path(self._path).absolute()),
             "save_every": self._save_every,
-            "names of states": sorted(self._states),
+            "names of states": sorted(self._states.keys() - {RANDOM}),
         }
         self._ranks = ranks = meet("Rescue.restore()", self._model, settings, beside=True)
         check_is_one_model("Rescue.restore()", self._model)
         refuse_sync("Rescue", self._model)
         self._nodes = Nodes(self._folder, ranks.back)
         finished = [int(each.read_text() or 0) for each in self._folder.glob("steps-*")]
-        here = [each.name for each in self._folder.glob("step-*") if _is_whole(each)]
-        found = all_gather_objects((here, max(finished, default=0), secrets.token_hex(4)), ranks.back)
+        here = (self._whole_snapshots(), max(finished, default=0), secrets.token_hex(4))
+        found = all_gather_objects(here, ranks.back)
         self._life = found[0][2]
         lost = max(each[1] for each in found)
         names = {name for each in found for name in each[0]}
-        taken = self._load(sorted(names, key=lambda name: (_step_of(name), name), reverse=True))
-        self._steps = taken.steps
+        steps, source, snapshot = self._load(sorted(names, key=lambda name: (_step_of(name), name), reverse=True))
+        self._steps = steps
         self._tell_progress()
-        for each in self._folder.glob("step-*") if self._nodes.is_first else ():
-            if each.name != taken.snapshot:
-                shutil.rmtree(each, ignore_errors=True)
+        if self._nodes.is_first:
+            self._remove_all_but(snapshot)
         all_gather_objects(None, ranks.back)
-        if taken.snapshot and len(self._nodes.members) > 1:
-            self._started, self._job = taken.steps, self._thread.submit(self._copy_again, taken.snapshot)
-        if self._nodes.rank == 0 and (taken.source or lost):
-            again = f"; steps {taken.steps + 1} to {lost} are made again" if lost > taken.steps else ""
-            _say(f"going on {taken.source or 'from the beginning'}{again}")
-        return taken.steps
+        if snapshot and len(self._nodes.members) > 1:
+            self._started, self._job = steps, self._thread.submit(self._copy_again, snapshot)
+        if self._nodes.rank == 0 and (source or lost):
+            again = f"; steps {steps + 1} to {lost} are made again" if lost > steps else ""
+            _say(f"going on {source or 'from the beginning'}{again}")
+        return steps
 
-    def _load(self, snapshots: list[str]) -> _Taken:
-        """Load the first of ``snapshots`` whose files are all in some node's memory, unless the checkpoint is newer."""
-        ranks = self._ranks
-        saved = _step_at(self._path, ranks)
+    def _load(self, snapshots: list[str]) -> tuple[int, str, str]:
+        """Load the first of ``snapshots`` whose files are all in some node's memory, unless the checkpoint is newer.
+
+        Returns:
+            The number of finished steps; where the state is from, in words ("" for nowhere); the name of the snapshot
+            ("" if none was loaded).
+        """
+        saved = _step_at(self._path, self._ranks)
         damage: Exception | None = None
         for name in snapshots:
-            if _step_of(name) < saved:
+            step = _step_of(name)
+            if step < saved:
                 break
-            folder, moved, losses = self._folder / name, list[Transfer](), list[LostError]()
-
-            def bring(
-                names: Any, folder: Path = folder, moved: list[Transfer] = moved, losses: list[LostError] = losses
-            ) -> None:
-                try:
-                    moved += fetch(names, folder, self._nodes, ranks.back)
-                except LostError as loss:  # torch raises another error for it
-                    losses.append(loss)
-                    raise
-
             try:
-                with together(ranks.front):
-                    folder.mkdir(exist_ok=True)
-                bring([METADATA])
-                with together(ranks.front):  # a table damaged on one node fails on all ranks
-                    reader = CheckpointReader(folder, bring)
-                bring(_extras(reader))
-                extra = load_from(partial(_same, reader), self._model, self._optimizers, ranks)
+                extra, parts = self._load_snapshot(self._folder / name)
             except (ValueError, pickle.UnpicklingError) as error:
-                damage = damage or (None if losses else error)
                 if self._nodes.rank == 0:
                     _say(f"a snapshot cannot be used: {error}")
-                continue
-            self._take(extra)
-            came = sorted({each.name for each in moved if each.name.endswith(".distcp")})
-            parts = f" ({len(came)} of {len(reader.names)} parts from another node)" if came else ""
-            return _Taken(_step_of(name), f"behind step {_step_of(name)}, from memory{parts}", name)
+                if damage is None and not isinstance(error.__cause__ or error, LostError):
+                    damage = error
+            else:
+                self._take(extra)
+                return step, f"behind step {step}, from memory{parts}", name
         if saved >= 0 and self._path is not None:
             target = files.complete(files.place(self._path))
-            self._take(load_from(lambda: CheckpointReader(target), self._model, self._optimizers, ranks))
-            return _Taken(saved, f"behind step {saved}, from {self._path}")
+            self._take(load_from(lambda: CheckpointReader(target), self._model, self._optimizers, self._ranks))
+            return saved, f"behind step {saved}, from {self._path}", ""
         if damage is not None:
             raise damage
-        return _Taken(0)
+        return 0, "", ""
+
+    def _load_snapshot(self, folder: Path) -> tuple[dict[str, Any], str]:
+        """Load a snapshot, of which this node may lack files; return its extra data, and in words what was fetched.
+
+        Raises:
+            LostError: on every rank: no node has one of the files; torch makes it the cause of another ``ValueError``.
+            ValueError: on every rank: a file is damaged, or the snapshot is of another model.
+        """
+        ranks, moved = self._ranks, list[Transfer]()
+
+        def bring(names: Collection[str]) -> None:
+            moved.extend(fetch(names, folder, self._nodes, ranks.back))
+
+        with together(ranks.front):
+            folder.mkdir(exist_ok=True)
+        bring([METADATA])
+        with together(ranks.front):  # a table damaged on one node fails on all ranks
+            reader = CheckpointReader(folder, bring)
+        sums = reader.extra_sums or []
+        bring([files.extra_name(rank, len(sums)) for rank in range(len(sums))])
+        extra = load_from(lambda: reader, self._model, self._optimizers, ranks)
+        came = {each.name for each in moved if each.name.endswith(".distcp")}
+        return extra, f" ({len(came)} of {len(reader.names)} parts from another node)" if came else ""
 
     def _take(self, extra: dict[str, Any]) -> None:
-        """Restore the objects in ``states``, and the random states, from a loaded ``extra``."""
-        for name, each in self._states.items():
-            if name not in extra:
-                continue
-            if isinstance(each, torch.Generator):
-                each.set_state(extra[name])
-            else:
-                each.load_state_dict(extra[name])
-        if RANDOM in extra:
-            _set_random_states(extra[RANDOM])
+        """Restore the objects whose states are in a loaded ``extra``."""
+        for name, (_, restore) in self._states.items():
+            if name in extra:
+                restore(extra[name])
 
     def step(self) -> None:
         """Count a finished step, and begin a snapshot if it is time for one. A collective then.
@@ -259,7 +264,7 @@ class Rescue:
             self._snapshot()
         if self._save_every and self._steps % self._save_every == 0:
             assert self._path is not None
-            save(self._path, self._model, self._optimizer, asynchronous=True, **self._extra())
+            save(self._path, self._model, self._optimizers, asynchronous=True, **self._extra())
 
     def close(self) -> None:
         """Wait for the snapshot under way, and remove this run's snapshots: training is over. A collective."""
@@ -270,11 +275,7 @@ class Rescue:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _extra(self) -> dict[str, Any]:
-        states = {
-            name: each.get_state() if isinstance(each, torch.Generator) else each.state_dict()
-            for name, each in self._states.items()
-        }
-        return {**states, STEPS: self._steps, RANDOM: _random_states()}
+        return {STEPS: self._steps, **{name: state_of() for name, (state_of, _) in self._states.items()}}
 
     def _tell_progress(self) -> None:
         with suppress(OSError):  # a full memory: the number is only for a message of ``restore``
@@ -284,13 +285,10 @@ class Rescue:
         job, self._job = self._job, None
         if job is None:
             return
-        self._started -= self._every  # ``_let_training_go_first`` returns at once: training waits
         try:
             job.result()
         except Exception as error:
-            raise RuntimeError(
-                f"the snapshot behind step {self._started + self._every} was not written: {error}"
-            ) from error
+            raise RuntimeError(f"the snapshot behind step {self._started} was not written: {error}") from error
 
     def _snapshot(self) -> None:
         assert self._steps is not None
@@ -299,8 +297,11 @@ class Rescue:
             self._engine = require_state(self._model).context
         compressed = compression.sharded_state(self._model, means=False)
         state, content = collect(self._model, self._optimizers, self._extra(), compressed, self._ranks.front)
-        self._copied = _copy_to_host(state, self._copied)
-        state = tree_map_only(io.BytesIO, lambda stream: io.BytesIO(stream.getvalue()), self._copied)
+        values, form = tree_flatten(state)
+        if form != self._form:
+            self._form, self._copies = form, [None] * len(values)
+        self._copies = list(map(_copy_over, self._copies, values))
+        state = tree_unflatten(self._copies, form)
         copied = None
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             copied = torch.cuda.Event()
@@ -316,11 +317,13 @@ class Rescue:
             copied.synchronize()
         with together(group):
             if self._nodes.is_first:
-                self._remove_all_but_the_last(folder)
+                # other ranks may write the new snapshot already
+                self._remove_all_but(folder.name, max(self._whole_snapshots(), key=_step_of, default=""))
             folder.mkdir(exist_ok=True)
-            files.check_space(folder, 2 * (len(content) + sum(map(_bytes_of, tree_flatten(state)[0]))))
+            tensors = [local_of(each) for each in tree_leaves(state) if isinstance(each, Tensor)]
+            files.check_space(folder, 2 * (len(content) + sum(each.nbytes for each in tensors)))
             files.write(folder / files.extra_name(rank, world), content)
-        writer = _MemoryWriter(folder, all_gather_objects(zlib.crc32(content), group))
+        writer = CheckpointWriter(folder, all_gather_objects(zlib.crc32(content), group), is_shared=False)
         # The planner puts replicated tensors into rank 0's file: a node that has lost its memory then fetches that file
         # and those of its own ranks, and no others.
         planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
@@ -338,7 +341,7 @@ class Rescue:
         transfer(copies, folder, group, self._let_training_go_first)
         all_gather_objects(None, group)  # a barrier: now every file is on two nodes
         if self._nodes.is_first:
-            files.write(folder / f"{METADATA}.part", next(table for _, table in found if table))
+            files.write(folder / f"{METADATA}.part", found[0][1])
             os.replace(folder / f"{METADATA}.part", folder / METADATA)
 
     def _copy_again(self, snapshot: str) -> None:
@@ -355,64 +358,29 @@ class Rescue:
                 copies.append(Transfer(name, found[source][name], source, buddy))
         transfer(copies, folder, group, self._let_training_go_first)
 
-    def _remove_all_but_the_last(self, new: Path) -> None:
-        """Remove all snapshots but the last one, and the new one that other ranks may write already."""
-        whole = [each for each in self._folder.glob("step-*") if _is_whole(each)]
-        last = max(whole, key=lambda each: _step_of(each.name), default=None)
+    def _whole_snapshots(self) -> list[str]:
+        return [each.parent.name for each in self._folder.glob(f"step-*/{METADATA}")]
+
+    def _remove_all_but(self, *snapshots: str) -> None:
         for each in self._folder.glob("step-*"):
-            if each not in (last, new):
+            if each.name not in snapshots:
                 shutil.rmtree(each, ignore_errors=True)
 
     def _let_training_go_first(self, sent: float) -> None:
-        """Wait while training communicates, unless the copy would not be over before the next snapshot."""
+        """Wait while training communicates, unless the next snapshot waits, or would before the copy is over."""
         assert self._steps is not None
-        while self._engine is not None and self._engine.is_communicating():
+        while self._job is not None and self._engine is not None and self._engine.is_communicating():
             if sent * self._every < self._steps - self._started:
                 return
             time.sleep(_WAIT)
-
-
-class _Taken(NamedTuple):
-    """The snapshot or checkpoint that ``restore`` has loaded, or that there was none."""
-
-    steps: int
-    source: str = ""
-    """Description for the line that rank 0 prints; "" where there was nothing to load."""
-    snapshot: str = ""
-    """Name of the snapshot's folder; "" for a checkpoint."""
-
-
-class _MemoryWriter(CheckpointWriter):
-    """Writes the files of tensors; leaves the table of contents in ``table`` of rank 0, to be sent to every node."""
-
-    table = b""
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        return super(CheckpointWriter, self).prepare_global_plan(plans)
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        self.table = self.table_of(metadata, results)
 
 
 def _say(text: str) -> None:
     print(f"yafsdp-cc: {text}", file=sys.stderr, flush=True)
 
 
-def _same(reader: CheckpointReader) -> CheckpointReader:
-    return reader
-
-
 def _step_of(name: str) -> int:
     return int(name.removeprefix("step-").partition(".")[0])
-
-
-def _is_whole(folder: Path) -> bool:
-    return (folder / METADATA).exists()
-
-
-def _extras(reader: CheckpointReader) -> list[str]:
-    sums = reader.extra_sums or []
-    return [files.extra_name(rank, len(sums)) for rank in range(len(sums))]
 
 
 def _step_at(path: str | os.PathLike[str] | None, ranks: Ranks) -> int:
@@ -434,38 +402,21 @@ def _step_at(path: str | os.PathLike[str] | None, ranks: Ranks) -> int:
     return int(step)
 
 
-def _bytes_of(value: Any) -> int:
-    return local_of(value).nbytes if isinstance(value, Tensor) else 0
+def _copy_over(before: Any, value: Any) -> Any:
+    """Return a copy on the host of one value of the state: of a tensor in the memory of the copy ``before`` of it.
 
-
-def _copy_to_host(state: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of ``state`` on the host, in the memory of the copy ``before`` where that has the same shapes.
-
-    Copies from a GPU are only enqueued, to pinned memory.
+    Copies from a GPU into that memory, which is pinned, are only enqueued.
     """
-    copied: dict[str, Any] = {}
-    for name, value in state.items():
-        known = before.get(name)
-        if isinstance(value, dict):
-            copied[name] = _copy_to_host(value, known if isinstance(known, dict) else {})
-        elif not isinstance(value, Tensor):
-            copied[name] = value
-        elif isinstance(known, Tensor) and (known.shape, known.dtype) == (value.shape, value.dtype):
-            local_of(known).copy_(local_of(value.detach()), non_blocking=True)
-            copied[name] = known
-        else:
-            copied[name] = _host_copy(value.detach())
-    return copied
-
-
-def _host_copy(tensor: Tensor) -> Tensor:
-    copy = tensor.to("cpu", copy=True)
-    if not tensor.is_cuda:
-        return copy
-    if isinstance(copy, DTensor):
+    is_tensor = isinstance(value, Tensor)
+    if is_tensor and isinstance(before, Tensor) and (before.shape, before.dtype) == (value.shape, value.dtype):
+        local_of(before).copy_(local_of(value), non_blocking=True)
+        return before
+    copy = host_copy(value)
+    if is_tensor and value.is_cuda and isinstance(copy, DTensor):
         copy._local_tensor = copy._local_tensor.pin_memory()
-        return copy
-    return copy.pin_memory()
+    elif is_tensor and value.is_cuda:
+        copy = copy.pin_memory()
+    return copy
 
 
 def _random_states() -> dict[str, Any]:

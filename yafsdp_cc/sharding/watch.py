@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch.distributed.distributed_c10d import _get_default_store
 
-from yafsdp_cc.ranks.checks import table_of_ranks
+from yafsdp_cc.ranks.checks import named_ranks, table_of_ranks
 from yafsdp_cc.ranks.mesh import timeout_of
 from yafsdp_cc.sharding.status import describe
 
@@ -81,7 +81,6 @@ class _Watch(threading.Thread):
         self.engines: weakref.WeakSet[GroupContext] = weakref.WeakSet()
         self._store: Store = store.clone()  # type: ignore[attr-defined]  # a wait of the other one would hold this up
         self._rank, self._seconds = rank, seconds
-        self._main = threading.main_thread().ident
 
     def run(self) -> None:
         """Look whether the engines go on, until there are none or the store is gone."""
@@ -95,14 +94,14 @@ class _Watch(threading.Thread):
         while engines := list(self.engines):
             now, present = time.monotonic(), sum(each.fingerprint.count for each in engines)
             found = self._waits_in(engines)
+            if (present, found) != (count, place):
+                waits = now
             if present != count:
-                count, moved, tells_after = present, now, self._seconds
+                moved, tells_after = now, self._seconds
                 if is_written:
                     self._store.delete_key(_key(self._rank))
                     is_written = False
-            if (present, found) != (count, place):
-                place, waits = found, now
-            waits = max(waits, moved)
+            count, place = present, found
             if now - moved >= self._seconds / 2:
                 seen = _Seen(count, place, now - waits if place else 0, self._text(engines))
                 self._store.set(_key(self._rank), json.dumps(seen))
@@ -115,7 +114,7 @@ class _Watch(threading.Thread):
 
     def _frames(self) -> Iterator[FrameType]:
         """Yield the main thread's frames, the innermost one first."""
-        frame = sys._current_frames().get(self._main or 0)
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
         while frame is not None:
             yield frame
             frame = frame.f_back
@@ -155,7 +154,8 @@ class _Watch(threading.Thread):
             return False
         others, silent = [rank for rank in seen if rank not in waiting], [rank for rank in ranks if rank not in seen]
         if others or silent:
-            why = f"{_named(waiting)} for {_named([*others, *silent], wait=False)}"
+            wait = f"wait{'s' * (len(waiting) == 1)}"
+            why = f"{named_ranks(waiting)} {wait} for {named_ranks([*others, *silent])}"
         elif len({each[:2] for each in seen.values()}) > 1:
             why = "the ranks wait in different operations"
         elif seen[waiting[0]].place.startswith("engine"):
@@ -172,8 +172,3 @@ class _Watch(threading.Thread):
 
 def _key(rank: int) -> str:
     return f"yafsdp_cc/watch/{rank}"
-
-
-def _named(ranks: list[int], *, wait: bool = True) -> str:
-    some = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    return f"rank{'s' * (len(ranks) > 1)} {some}" + (f" wait{'s' * (len(ranks) == 1)}" if wait else "")

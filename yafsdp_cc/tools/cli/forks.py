@@ -50,11 +50,8 @@ def install(*, is_forking: bool) -> None:
             with suppress(ProcessLookupError):
                 os.killpg(self.proc.pid, signal.SIGCONT)  # a stopped process only then handles ``death_sig``
 
-    def handler_of(**kwargs: Any) -> Handler:
-        return Handler(**kwargs)
-
     # torch's agent takes the handler from this attribute, and from no argument
-    setattr(api, "get_subprocess_handler", handler_of)  # noqa: B010  (mypy forbids the assignment)
+    setattr(api, "get_subprocess_handler", Handler)  # noqa: B010  (mypy forbids the assignment)
 
 
 class _Rank:
