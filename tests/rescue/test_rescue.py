@@ -275,6 +275,18 @@ def test_a_first_start_says_nothing(tmp_path: Path, capfd: pytest.CaptureFixture
     assert capfd.readouterr().err == "yafsdp-cc: going on from the beginning; steps 1 to 1 are made again\n"
 
 
+def test_a_snapshot_is_written_over_the_one_before_the_last(tmp_path: Path) -> None:
+    def files_of(step: int) -> dict[str, int]:
+        return {each.name: each.stat().st_ino for each in snapshots(tmp_path)[step].glob("*.distcp")}
+
+    on_ranks(2, train, tmp_path, 4, "exact", 2)
+    before = files_of(4)
+    on_ranks(2, train, tmp_path, 9, "exact", 2)
+    assert sorted(snapshots(tmp_path)) == [6, 8]
+    assert files_of(8) == before
+    assert len(before) == 2  # its own, and the copy of the other node's
+
+
 def test_close_removes_what_a_run_has_in_memory(tmp_path: Path) -> None:
     def body() -> None:
         os.environ[MEMORY] = str(tmp_path / "run")

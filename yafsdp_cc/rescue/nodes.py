@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -119,7 +120,11 @@ def transfer(
     received = [each for each in transfers if each.target == rank]
     with together(group):  # room is taken first: writing to a mapped file of a full memory would kill the process
         for each in received:
-            with _part_of(folder, each).open("wb") as file:
+            unfinished = _part_of(folder, each)
+            with suppress(FileNotFoundError):  # of an earlier snapshot: written over in place
+                (folder / each.name).rename(unfinished)
+            with unfinished.open("ab") as file:
+                file.truncate(each.size)
                 if each.size:
                     os.posix_fallocate(file.fileno(), 0, each.size)
     # Issue all receives first: ranks that only received once their own message was taken could wait in a circle.

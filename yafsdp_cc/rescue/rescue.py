@@ -2,7 +2,7 @@
 
 A snapshot is a checkpoint in ``save``'s own format. Each rank writes its files to its node's memory; a rank of the next
 node, its buddy, gets a copy of them; and every node gets the table of contents, last of all. Whichever one node
-vanishes, the others have every file. The snapshot before the last is removed when the next one begins.
+vanishes, the others have every file. The next snapshot is written over the one before the last.
 
     training   ──step 40──copy to the host──step 41────────step 42──────── ... ──step 50──copy to the host──
     a thread                               └write, send to the buddy, table┘             └...
@@ -21,14 +21,15 @@ import warnings
 import weakref
 import zlib
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
@@ -47,7 +48,7 @@ from yafsdp_cc.rescue.memory import MEMORY, folder_of_run
 from yafsdp_cc.rescue.nodes import LostError, Nodes, Transfer, fetch, files_in, transfer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Iterator
 
     from yafsdp_cc.checkpoint.ranks import Ranks
     from yafsdp_cc.checkpoint.state import Optimizers
@@ -312,24 +313,24 @@ class Rescue:
     def _write(self, step: int, state: dict[str, Any], content: bytes, copied: torch.cuda.Event | None) -> None:
         """Write a snapshot; runs in the background thread."""
         group, (rank, world) = self._ranks.back, place_in(self._ranks.back)
-        folder = self._folder / f"step-{step}.{self._life}"
+        folder, own = self._folder / f"step-{step}.{self._life}", (f"__{rank}_0.distcp", files.extra_name(rank, world))
         if copied is not None:
             copied.synchronize()
         with together(group):
             if self._nodes.is_first:
-                # other ranks may write the new snapshot already
-                self._remove_all_but(folder.name, max(self._whole_snapshots(), key=_step_of, default=""))
-            folder.mkdir(exist_ok=True)
-            tensors = [local_of(each) for each in tree_leaves(state) if isinstance(each, Tensor)]
-            files.check_space(folder, 2 * (len(content) + sum(each.nbytes for each in tensors)))
-            files.write(folder / files.extra_name(rank, world), content)
+                self._begin_folder(folder)
+        with together(group):
+            if not (folder / own[0]).exists():
+                tensors = [local_of(each) for each in tree_leaves(state) if isinstance(each, Tensor)]
+                files.check_space(folder, 2 * (len(content) + sum(each.nbytes for each in tensors)))
+            files.write(folder / own[1], content)
         writer = CheckpointWriter(folder, all_gather_objects(zlib.crc32(content), group), is_shared=False)
+        writer.fs = _FilesInPlace()
         # The planner puts replicated tensors into rank 0's file: a node that has lost its memory then fetches that file
         # and those of its own ranks, and no others.
         planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
         with by_torch(f"the snapshot behind step {step}", group) as which:
             state_dict_saver.save(state, storage_writer=writer, planner=planner, **which)
-        own = (f"__{rank}_0.distcp", files.extra_name(rank, world))
         sizes = [(name, (folder / name).stat().st_size) for name in own if (folder / name).exists()]
         found = all_gather_objects((sizes, writer.table), group)
         copies = [
@@ -361,6 +362,17 @@ class Rescue:
     def _whole_snapshots(self) -> list[str]:
         return [each.parent.name for each in self._folder.glob(f"step-*/{METADATA}")]
 
+    def _begin_folder(self, new: Path) -> None:
+        """Make the folder of a new snapshot: that of the one before the last, whose files are written over in place."""
+        whole = sorted(self._whole_snapshots(), key=_step_of)
+        self._remove_all_but(*whole[-2:])
+        if len(whole) > 1:
+            old = self._folder / whole[-2]
+            (old / METADATA).unlink()
+            old.rename(new)
+        else:
+            new.mkdir()
+
     def _remove_all_but(self, *snapshots: str) -> None:
         for each in self._folder.glob("step-*"):
             if each.name not in snapshots:
@@ -373,6 +385,18 @@ class Rescue:
             if sent * self._every < self._steps - self._started:
                 return
             time.sleep(_WAIT)
+
+
+class _FilesInPlace(FileSystem):
+    """Writes over files that exist: their memory need not be freed, found and zeroed, which takes longer than writing.
+
+    The end of a file that was longer remains; no table of contents names it.
+    """
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[IO[Any]]:
+        with open(path, "r+b" if mode == "wb" and os.path.exists(path) else mode) as stream:
+            yield stream
 
 
 def _say(text: str) -> None:
