@@ -134,7 +134,7 @@ def test_random_messages_are_errors_or_values() -> None:
 
 def joined(store: Any, **settings: Any) -> Membership:
     membership = Membership(store, "berlin", **({"deadline": 0.1, "patience": 0.5} | settings))
-    membership.settings = ["lr=1"]
+    membership.join(["lr=1"])
     return membership
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
 from typing import TYPE_CHECKING
 
 import torch
@@ -45,17 +44,13 @@ class TiedEmbedding:
             raise ValueError(f"TiedEmbedding: the mesh has the dimensions {names}, and not {pipeline!r} and {data!r}")
         others = [name for name in names if name not in (pipeline, data)]
         ranks = mesh.mesh.permute(*[names.index(name) for name in (*others, pipeline, data)])
-        if ranks.shape[-2] < 2:
+        *_, stages, self._replicas = ranks.shape
+        if stages < 2:
             raise ValueError(f"TiedEmbedding: dimension {pipeline!r} has 1 stage, which needs no sum over stages")
         self.weight = weight
-        self.group: dist.ProcessGroup | None = None
+        ends = ranks[..., [0, -1], :].reshape(-1, 2 * self._replicas).tolist()
+        self.group: dist.ProcessGroup | None = dist.new_subgroups_by_enumeration(ends)[0]
         """Ranks of the first and of the last stage; None on other ranks."""
-        for place in product(*[range(size) for size in ranks.shape[:-2]]):
-            members = [*ranks[place][0].tolist(), *ranks[place][-1].tolist()]
-            group = dist.new_group(members)
-            if dist.get_rank() in members:
-                self.group = group
-        self._replicas = ranks.shape[-1]
         if (self.group is None) != (weight is None):
             raise ValueError(
                 "TiedEmbedding: ranks of the first and of the last stage have the weight, and no others: "

@@ -1,8 +1,7 @@
 """Messages between pipeline stages: encodes a tensor of one micro-batch in bytes, and decodes it.
 
 The size of a message follows from the shape and dtype of the tensor, so that the receiver can post its receive before
-any message arrives. ``Encoding`` is the protocol; ``Exact`` sends the tensor's own bytes, ``Encoded`` uses a codec,
-``LowRank`` factors a matrix.
+any message arrives.
 """
 
 from __future__ import annotations

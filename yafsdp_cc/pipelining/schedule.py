@@ -16,7 +16,7 @@ from yafsdp_cc.pipelining.stage import CompressedStage
 from yafsdp_cc.pipelining.timeline import BACKWARDS, HIDES, computed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
 S = TypeVar("S", PipelineScheduleSingle, PipelineScheduleMulti)
 
@@ -70,7 +70,6 @@ def prepare_schedule(schedule: S) -> S:
 
 
 def _stages_of(schedule: Any) -> list[Any]:
-    """Return the stages of a schedule on this rank."""
     if isinstance(schedule, PipelineScheduleSingle):
         stages = [schedule._stage]
     elif isinstance(schedule, PipelineScheduleMulti):
@@ -130,19 +129,15 @@ def _unfit(schedule: Any, stages: Sequence[Any]) -> Exception | None:
             f"epilogue_only=True: {type(schedule).__name__} has no pipeline_order, so that nobody knows what it hides. "
             "Use a schedule that has one, such as Schedule1F1B, or epilogue_only=False"
         )
-    split = any(action.computation_type is _ComputationType.BACKWARD_INPUT for action in _actions(schedule))
-    if split and any(stage.compression.epilogue_only and isinstance(stage, ShardedStage) for stage in stages):
+    actions = (action for each in (schedule.pipeline_order or {}).values() for action in computed(each))
+    splits = any(action.computation_type is _ComputationType.BACKWARD_INPUT for action in actions)
+    if splits and any(stage.compression.epilogue_only and isinstance(stage, ShardedStage) for stage in stages):
         return NotImplementedError(
             f"epilogue_only=True: {type(schedule).__name__} hides transfers behind gradients of weights, which a "
             "sharded stage computes with those of its inputs. Use Schedule1F1B, ScheduleGPipe or "
             "ScheduleInterleaved1F1B, or epilogue_only=False"
         )
     return None
-
-
-def _actions(schedule: Any) -> Iterator[Any]:
-    for actions in (schedule.pipeline_order or {}).values():
-        yield from computed(actions)
 
 
 def _compare(stages: Sequence[Any], problem: Exception | None) -> None:

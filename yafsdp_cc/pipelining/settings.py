@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from yafsdp_cc.compression.codec import BLOCK, LOW_RANK, Scaled, codec_of, kind_of
+from yafsdp_cc.compression.codec import BLOCK, LOW_RANK, Scaled, codec_of
 from yafsdp_cc.pipelining.messages import Encoded, Encoding, Exact, LowRank, Rounding, relative_error
 
 if TYPE_CHECKING:
@@ -64,19 +64,19 @@ class StageCompression:
                 "forward='powersgd': activations of different samples share no factors, and what a message loses of "
                 "them cannot be sent later. Name a codec, such as 'int8'; 'powersgd' is for backward"
             )
+        codecs = []
         for direction in ("forward", "backward"):
             name = getattr(self, direction)
             if name is not None and name != LOW_RANK:
                 try:
-                    codec_of(name, self.block)
+                    codecs.append(codec_of(name, self.block))
                 except ValueError as error:
                     raise ValueError(f"{direction}={name!r}: {error}") from None
         if self.forward_delta:
             self._check_cache()
         elif self.cache_samples is not None or self.cache_folder is not None:
             raise ValueError("cache_samples and cache_folder are for forward_delta=True")
-        named = [name for name in (self.forward, self.backward) if name not in (None, LOW_RANK)]
-        if self.hadamard and not any(issubclass(kind_of(name), Scaled) for name in named if name is not None):
+        if self.hadamard and not any(isinstance(codec, Scaled) for codec in codecs):
             raise ValueError(
                 f"hadamard=True: forward={self.forward!r} and backward={self.backward!r} have no blocks that share a "
                 "scale; it is for codecs such as 'int8', 'int4' and 'ternary'"

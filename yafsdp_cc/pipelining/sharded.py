@@ -11,8 +11,6 @@ from yafsdp_cc.engine.spec import specs_below
 from yafsdp_cc.fsdp2.module import check_sharded
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import Tensor
 
 
@@ -29,7 +27,7 @@ class ShardedStage(PipelineStage):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.dw_builder = _nothing_left
+        self.dw_builder = lambda: lambda: None  # torch's stage computes gradients of weights later by what this returns
         self._backwards = 0
 
     def clear_runtime_states(self) -> None:
@@ -57,8 +55,3 @@ class ShardedStage(PipelineStage):
         self._fwd_outputs_for_bwd_meta = None
         self._fwd_inputs_for_bwd_meta = None
         self._fwd_kwargs_tensors_for_bwd_meta = None
-
-
-def _nothing_left() -> Callable[..., None]:
-    """Return a function that does nothing, which torch's stage calls later to compute gradients of weights."""
-    return lambda: None

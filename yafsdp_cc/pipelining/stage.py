@@ -19,7 +19,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from yafsdp_cc.pipelining.messages import Encoding, Exact, SenderState
 from yafsdp_cc.pipelining.sample_cache import SampleCache
-from yafsdp_cc.pipelining.settings import DIGEST, StageCompression
+from yafsdp_cc.pipelining.settings import StageCompression
 from yafsdp_cc.pipelining.sharded import ShardedStage
 from yafsdp_cc.profiling import span
 
@@ -61,6 +61,7 @@ class _Arriving(NamedTuple):
     """torch's ``_RecvInfo``, whose buffer the stage computes with."""
     message: Tensor
     shape: tuple[int, ...]
+    encoding: Encoding
 
 
 class CompressedStage(PipelineStage):
@@ -107,7 +108,6 @@ class CompressedStage(PipelineStage):
         self._senders: dict[tuple[str, int], SenderState] = {}
         self._exact, self._activations = Exact(), self.compression.of_activations()
         self._gradients = self.compression.of_gradients()
-        self._mismatch: Tensor | None = None
         self._caches = {
             side: self._cache(side)
             for side in ("input", "output")
@@ -140,7 +140,7 @@ class CompressedStage(PipelineStage):
         if trains:
             for cache in self._caches.values():
                 assert micro_batches is not None
-                cache.begin_step(micro_batches)
+                cache.begin_step(micro_batches, self.steps)
 
     def end_step(self) -> None:
         """Check the messages that have arrived, and count the step.
@@ -151,10 +151,8 @@ class CompressedStage(PipelineStage):
         if not self._trains:
             return
         self.steps += 1
-        for cache in self._caches.values():
-            cache.end_step()
-        mismatch, self._mismatch = self._mismatch, None
-        self._is_stale = mismatch is not None and bool(mismatch)
+        differ = [cache.end_step() for cache in self._caches.values()]
+        self._is_stale = any(differ)
         if self._is_stale:
             raise RuntimeError(
                 f"stage {self.stage_index}: stage {self.stage_index - 1} has sent other samples than those whose "
@@ -167,7 +165,7 @@ class CompressedStage(PipelineStage):
         settings = {field.name: getattr(self.compression, field.name) for field in fields(StageCompression)}
         settings.pop("cache_folder")
         kept = {
-            f"samples kept between stages {self._boundary(side)}": zlib.crc32(repr(each.index.ids).encode())
+            f"samples kept between stages {self._boundary(side)}": zlib.crc32(repr(list(each.slots)).encode())
             for side, each in self._caches.items()
         }
         return {**settings, "steps": self.steps, **kept}
@@ -261,31 +259,25 @@ class CompressedStage(PipelineStage):
         if not ops:
             return ops
         arriving = []
-        sender = self.stage_index + (1 if direction == "backward" else -1)
+        sender = self._sender_of(direction)
         awaited = [info for info in infos[chunk] if not info.is_root_arg and info.buffer is not None]
-        for op, info in zip(ops, awaited, strict=True):
-            shape = self._shape(chunk, info.tensor_meta.shape)
-            size = self._message_bytes(direction, sender, chunk, shape, info.tensor_meta.dtype)
-            op.tensor = torch.empty(size, dtype=torch.uint8, device=self.device)
-            arriving.append(_Arriving(info, op.tensor, shape))
+        for place, (op, info) in enumerate(zip(ops, awaited, strict=True)):
+            shape, dtype = self._shape(chunk, info.tensor_meta.shape), info.tensor_meta.dtype
+            encoding = self._encoding(direction, sender, chunk, place, dtype)
+            op.tensor = torch.empty(encoding.message_bytes(shape, dtype), dtype=torch.uint8, device=self.device)
+            arriving.append(_Arriving(info, op.tensor, shape, encoding))
         self._arriving[direction, chunk] = arriving
         return ops
 
     @torch.no_grad()
     def _decode(self, direction: str, chunk: int) -> None:
         """Decode arrived messages into the buffers that torch's stage computes with."""
-        sender = self.stage_index + (1 if direction == "backward" else -1)
-        for place, (info, message, shape) in enumerate(self._arriving.pop((direction, chunk), ())):
+        sender = self._sender_of(direction)
+        for info, message, shape, encoding in self._arriving.pop((direction, chunk), ()):
             if info.buffer.shape != shape or not info.buffer.is_contiguous():
                 info.buffer = torch.empty(shape, dtype=info.tensor_meta.dtype, device=self.device)
-            values = info.buffer.detach()
             with span("decode", f"stage {sender} {direction}").of(message.numel()):
-                if (cache := self._cache_of(direction, "input", values.dtype)) is None:
-                    self._encoding(direction, sender, chunk, values.dtype).decode(message, values)
-                else:
-                    cache.decode(chunk, place, message[:-DIGEST], values)
-                    differs = (message[-DIGEST:] != self._digest(cache, chunk)).any()
-                    self._mismatch = differs if self._mismatch is None else self._mismatch | differs
+                encoding.decode(message, info.buffer.detach())
 
     @torch.no_grad()
     def _send(self, direction: str, chunk: int, ops: list[dist.P2POp], metas: Sequence[Any]) -> list[dist.P2POp]:
@@ -298,35 +290,28 @@ class CompressedStage(PipelineStage):
                     f"sent {direction}, and the receiver expects {meta.dtype} {shape}. Where micro-batches have "
                     "different numbers of samples, in dimension 0, give sample_ids to every rank's schedule.step"
                 )
-            size = self._message_bytes(direction, self.stage_index, chunk, shape, values.dtype)
+            encoding = self._encoding(direction, self.stage_index, chunk, place, values.dtype)
+            size = encoding.message_bytes(shape, values.dtype)
             # a schedule may send the message later, so each one has memory of its own
             message = torch.empty(size, dtype=torch.uint8, device=self.device)
             name = f"{direction} {self.stage_index} {place} {self.steps} {chunk}"
             with span("encode", f"stage {self.stage_index} {direction}").of(size):
-                if (cache := self._cache_of(direction, "output", values.dtype)) is None:
-                    encoding = self._encoding(direction, self.stage_index, chunk, values.dtype)
-                    encoding.encode(values, message, self._sender(direction, place), zlib.crc32(name.encode()))
-                else:
-                    cache.encode(chunk, place, values, message[:-DIGEST], zlib.crc32(name.encode()))
-                    message[-DIGEST:] = self._digest(cache, chunk)
+                encoding.encode(values, message, self._sender(direction, place), zlib.crc32(name.encode()))
             op.tensor = message
             self.sent_bytes[direction] += size
         return ops
 
-    def _message_bytes(
-        self, direction: str, sender: int, chunk: int, shape: tuple[int, ...], dtype: torch.dtype
-    ) -> int:
-        side = "output" if sender == self.stage_index else "input"
-        if (cache := self._cache_of(direction, side, dtype)) is not None:
-            return cache.message_bytes(chunk, shape) + DIGEST
-        return self._encoding(direction, sender, chunk, dtype).message_bytes(shape, dtype)
+    def _sender_of(self, direction: str) -> int:
+        """Return the stage that messages come from."""
+        return self.stage_index + (1 if direction == "backward" else -1)
 
-    def _encoding(self, direction: str, sender: int, chunk: int, dtype: torch.dtype) -> Encoding:
+    def _encoding(self, direction: str, sender: int, chunk: int, place: int, dtype: torch.dtype) -> Encoding:
         if not self._trains or not dtype.is_floating_point:
             return self._exact
-        if direction == "forward":
-            return self._activations
-        return self._exact if (sender, chunk) in self.exact_gradients else self._gradients
+        if direction == "backward":
+            return self._exact if (sender, chunk) in self.exact_gradients else self._gradients
+        cache = self._caches.get("output" if sender == self.stage_index else "input")
+        return self._activations if cache is None else cache.changes(chunk, place)
 
     def _shape(self, chunk: int, planned: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of a tensor of any micro-batch; torch knows that of the first one."""
@@ -345,17 +330,9 @@ class CompressedStage(PipelineStage):
         name = f"boundary-{self._boundary(side)}-{side}"
         return SampleCache(asked.cache_samples, asked.cache_dtype, asked.of_changes(), self.device, folder, name)
 
-    def _cache_of(self, direction: str, side: str, dtype: torch.dtype) -> SampleCache | None:
-        """Return the sample cache that a message belongs to; None for messages without one."""
-        return self._caches.get(side) if direction == "forward" and self._trains and dtype.is_floating_point else None
-
     def _boundary(self, side: str) -> str:
         first = self.stage_index - (1 if side == "input" else 0)
         return f"{first}-{first + 1}"
-
-    def _digest(self, cache: SampleCache, chunk: int) -> Tensor:
-        numbers = [cache.digest(chunk), self.steps & 0xFFFFFFFF]
-        return torch.tensor(numbers, dtype=torch.uint32, device="cpu").view(torch.uint8).to(self.device)
 
 
 class CompressedShardedStage(CompressedStage, ShardedStage):

@@ -45,7 +45,7 @@ with push-sum weights.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -57,7 +57,7 @@ from yafsdp_cc.compression.error_feedback import EF21, Residual, lost_share
 from yafsdp_cc.ranks.checks import all_gather_objects
 from yafsdp_cc.ranks.mesh import new_group, timeout_of
 from yafsdp_cc.replicas.messages import PeerMailbox, PeerMessage, agreed
-from yafsdp_cc.replicas.sync import LocalBuffer, ReplicaSync, local_of
+from yafsdp_cc.replicas.sync import LocalBuffer, ReplicaSync, local_of, sum_over
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -158,7 +158,7 @@ class Gossip(ReplicaSync):
                 for edge in range(edges)
             ]
         else:
-            self._message = PeerMessage(self.comm, 2, self._content.message(), self._content.message())
+            self._message = PeerMessage(self.comm, self._content.message(), self._content.message())
         self._restart()
 
     def planned_bytes(self) -> int:
@@ -278,18 +278,15 @@ class Gossip(ReplicaSync):
     def _push(self, edge: int, sent: Tensor) -> None:
         """Move half of this rank's weights to ``sent``, and halve ``_push_weight``, which is sent with them."""
         self._push_weight.mul_(0.5)
-        self._content.push(self._biased.data, self._push_weight, edge, sent)
+        self._content.push(self._push_weight, edge, sent)
 
     def _receive(self, edge: int, weight: Tensor, received: Tensor) -> None:
-        self._content.receive(self._biased.data, weight, edge, received)
+        self._content.receive(weight, edge, received)
         self._push_weight.add_(weight)
 
     def _show(self) -> None:
         for biased, local in zip(self._biased.views, self.locals(), strict=True):
             local.copy_(biased / self._push_weight)
-        self._keep_versions()
-
-    def _keep_versions(self) -> None:
         self._versions = [each._version for each in self.locals()]
 
     # Between steps -------------------------------------------------------------------------------------------------
@@ -300,11 +297,11 @@ class Gossip(ReplicaSync):
             return
         self._complete()
         totals = torch.stack([self._push_weight, torch.full_like(self._push_weight, self._steps)])
-        self._sum(totals)
+        sum_over(self.comm, totals)
         total, steps = totals.tolist()
         if steps == 0:
             return
-        self._sum(self._biased.data)
+        sum_over(self.comm, self._biased.data)
         self._push_weight.fill_(total)
         if not abs(total / self.comm.world - 1) < _ROUNDING:
             raise RuntimeError(f"push-sum weights of {self.comm.world} replicas add up to {total}: a message was lost")
@@ -344,13 +341,9 @@ class Gossip(ReplicaSync):
         for biased, local in zip(self._biased.views, self.locals(), strict=True):
             biased.copy_(local)
         self._push_weight.fill_(1.0)
-        self._content.restart(self._biased.data)
+        self._content.restart()
         self._steps, self._is_in_flight = 0, False
-        self._keep_versions()
-
-    def _sum(self, tensor: Tensor) -> None:
-        for work in self.comm.all_reduce(tensor, async_op=False):
-            work.wait()
+        self._versions = [each._version for each in self.locals()]
 
     def _average_state(self, optimizer: Optimizer) -> None:
         """Average each tensor of the optimizer's state over the replicas that have it, and give the mean to all.
@@ -358,46 +351,43 @@ class Gossip(ReplicaSync):
         A parameter without a gradient may have no state on some replica.
         """
         members = list(self.parameters.values())
-        states = [optimizer.state.get(each, {}) for each in members]
-        own = [{name: _Kind(value) for name, value in state.items() if _is_mean(value)} for state in states]
-        everywhere = all_gather_objects(own, [self.comm.group])
+        everywhere = all_gather_objects([_kinds(optimizer.state.get(each, {})) for each in members], [self.comm.group])
         for name in sorted({name for kinds in everywhere for each in kinds for name in each}):
-            shared: list[tuple[Tensor, int]] = []
+            shared: list[Tensor] = []
+            counts: list[int] = []
             for place, parameter in enumerate(members):
                 found = [kinds[place][name] for kinds in everywhere if name in kinds[place]]
-                if not found:
-                    continue
-                value = optimizer.state[parameter].setdefault(name, None)
-                if value is None:
-                    value = optimizer.state[parameter][name] = found[0].zeros(parameter)
-                if found[0].number is None:
-                    shared.append((local_of(value), len(found)))
-                else:
-                    local_of(value).fill_(sum(each.number or 0.0 for each in found) / len(found))
-            if shared:
-                flat = torch.cat([values.flatten().to(torch.float32) for values, _ in shared])
-                self._sum(flat)
-                for part, (values, count) in zip(flat.split([v.numel() for v, _ in shared]), shared, strict=True):
-                    values.copy_(part.view(values.shape) / count)
+                if found:
+                    state = optimizer.state[parameter]
+                    if state.get(name) is None:
+                        state[name] = found[0].zeros(parameter)
+                    shared.append(local_of(state[name]))
+                    counts.append(len(found))
+            flat = torch.cat([each.flatten().to(self.device, torch.float32) for each in shared])
+            sum_over(self.comm, flat)
+            for values, total, count in zip(shared, flat.split([each.numel() for each in shared]), counts, strict=True):
+                values.copy_(total.view(values.shape) / count)
 
 
-def _is_mean(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point()
+class _Kind(NamedTuple):
+    """Form of a tensor in an optimizer's state, for replicas that lack that tensor."""
 
-
-class _Kind:
-    """Shape, dtype and device of a tensor in an optimizer's state, for replicas that lack that tensor."""
-
-    def __init__(self, value: Tensor) -> None:
-        local = local_of(value)
-        self.shape, self.dtype, self.device = tuple(value.shape), value.dtype, local.device.type
-        self.number = local.item() if value.ndim == 0 else None
-        """Value of a scalar, such as the number of steps."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: str
 
     def zeros(self, parameter: Tensor) -> Tensor:
         if self.shape == tuple(parameter.shape):
             return torch.zeros_like(parameter, dtype=self.dtype, requires_grad=False)
         return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+
+
+def _kinds(state: Mapping[str, Any]) -> dict[str, _Kind]:
+    return {
+        name: _Kind(tuple(value.shape), value.dtype, local_of(value).device.type)
+        for name, value in state.items()
+        if isinstance(value, Tensor) and value.is_floating_point()
+    }
 
 
 # Graphs ------------------------------------------------------------------------------------------------------------
@@ -420,23 +410,23 @@ class _Exact:
     """Bytes of buffers beside the messages."""
 
     def __init__(self, biased: LocalBuffer) -> None:
-        self._biased = biased
+        self._biased = biased.data
 
     def message(self) -> Tensor:
         """Return a new buffer for a message."""
-        return torch.empty_like(self._biased.data)
+        return torch.empty_like(self._biased)
 
-    def push(self, biased: Tensor, weight: Tensor, edge: int, sent: Tensor) -> None:
-        """Move half of ``biased`` to ``sent``. ``weight`` is sent with it: half of the push-sum weight."""
-        biased.mul_(0.5)
-        sent.copy_(biased)
+    def push(self, weight: Tensor, edge: int, sent: Tensor) -> None:
+        """Move half of the biased weights to ``sent``. ``weight`` is sent with it: half of the push-sum weight."""
+        self._biased.mul_(0.5)
+        sent.copy_(self._biased)
 
-    def receive(self, biased: Tensor, weight: Tensor, edge: int, received: Tensor) -> None:
-        """Decode ``received`` and add it to ``biased``. ``weight`` was received with it."""
-        biased.add_(received)
+    def receive(self, weight: Tensor, edge: int, received: Tensor) -> None:
+        """Decode ``received`` and add it to the biased weights. ``weight`` was received with it."""
+        self._biased.add_(received)
 
-    def restart(self, weights: Tensor) -> None:
-        """Restart from ``weights``, which all replicas have."""
+    def restart(self) -> None:
+        """Restart from the biased weights, which all replicas have."""
 
 
 class _Encoded(_Exact):
@@ -458,19 +448,19 @@ class _Encoded(_Exact):
         size = self._codec.message_bytes(self._scratch.numel())
         return torch.zeros(1, size, dtype=torch.uint8, device=self._scratch.device)
 
-    def push(self, biased: Tensor, weight: Tensor, edge: int, sent: Tensor) -> None:
+    def push(self, weight: Tensor, edge: int, sent: Tensor) -> None:
         minus_sent = self._minus_sent[edge]
-        shown = torch.div(biased, 2 * weight, out=self._scratch).unsqueeze(0)
+        shown = torch.div(self._biased, 2 * weight, out=self._scratch).unsqueeze(0)
         error_feedback.encode(self._codec, shown, sent, counts=self._counts, residual=minus_sent, recursion=EF21)
-        biased.addcmul_(minus_sent.values[0], weight)
+        self._biased.addcmul_(minus_sent.values[0], weight)
 
-    def receive(self, biased: Tensor, weight: Tensor, edge: int, received: Tensor) -> None:
+    def receive(self, weight: Tensor, edge: int, received: Tensor) -> None:
         estimate = self._of_source[edge]
-        error_feedback.decode_differences(self._codec, received, biased.numel(), estimate, self._scratch)
-        biased.addcmul_(estimate, weight)
+        error_feedback.decode_differences(self._codec, received, estimate.numel(), estimate, self._scratch)
+        self._biased.addcmul_(estimate, weight)
 
-    def restart(self, weights: Tensor) -> None:
+    def restart(self) -> None:
         for residual in self._minus_sent:
-            torch.neg(weights, out=residual.values[0])
+            torch.neg(self._biased, out=residual.values[0])
         for estimate in self._of_source:
-            estimate.copy_(weights)
+            estimate.copy_(self._biased)

@@ -26,7 +26,6 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -36,7 +35,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeAlias, TypeVar
 import torch
 import torch.distributed as dist
 from pydantic import Field, TypeAdapter
-from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from yafsdp_cc.engine.communicator import Communicator
 
@@ -49,8 +48,6 @@ Count: TypeAlias = Annotated[int, Field(strict=True, ge=0, lt=1 << 53)]
 _GLANCE = 0.02
 """Seconds between two reads of the store."""
 _VOID, _COMMIT = "void", "commit"
-_FIRST = "0/0"
-"""Key of the first round, which has no deadline."""
 
 
 class Task(NamedTuple):
@@ -84,25 +81,11 @@ class Round:
 
     def broadcast(self, tensor: Tensor) -> list[dist.Work]:
         """Start to overwrite ``tensor`` with the tensor of the member ``source``."""
-        options = BroadcastOptions()
-        options.rootRank, options.asyncOp = self.source, True
-        return [self.comm.group.broadcast([tensor], options)]
+        return [self.comm.group.broadcast(tensor, self.source)]
 
 
-class Rounds(ABC):
-    """Decides which replicas take part in a round, and whether the round counts."""
-
-    @abstractmethod
-    def open(self, task: Task) -> Round:
-        """Return the next round with this replica in it."""
-
-    @abstractmethod
-    def close(self, error: RuntimeError | None) -> bool:
-        """Return whether the round counts, on all members alike, after this rank's exchange worked or failed."""
-
-
-class AllReplicas(Rounds):
-    """The replicas of a mesh, the same ones in every round."""
+class AllReplicas:
+    """The replicas of a mesh, the same ones in every round; methods are as those of ``Membership``."""
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
@@ -150,7 +133,7 @@ _MOST_ARRIVALS = 1 << 14
 """Largest number of ranks that may wait for one round."""
 
 
-class Membership(Rounds):
+class Membership:
     """Replicas that come, go and lag, for ``Outer``: a round has those members that arrive by a deadline.
 
     Each replica is a job of its own: its process group is of its own ranks alone, or it has none, for a model on a
@@ -176,14 +159,14 @@ class Membership(Rounds):
         self._store, self._deadline, self._first, self._patience = store, deadline, first, patience
         self._replica = replica
         self._shard, self._shards = 0, 1
-        self.settings: list[str] = []
-        """Settings that must be equal on all replicas; written by ``Outer``."""
         self.version = -1
         """Number of the last round that this replica was in; -1: none."""
-        self._place: tuple[int, int] | None = None
+        self._place = (0, 0)
         """Number of the present round, and how often it was void."""
         self._last: _Members | None = None
-        self._members: _Members | None = None
+        """Members of the last round that counted."""
+        self._members: _Members
+        """Members of the present round."""
         self._group = ""
         self._comm: Communicator | None = None
 
@@ -197,58 +180,21 @@ class Membership(Rounds):
         """The members, of the last round that counted, whose outer gradients were in its mean."""
         return [] if self._last is None else [self._last.replicas[place] for place in self._last.contributors]
 
-    def leave(self) -> None:
-        """Tell the others not to wait for this replica any more. Call it between rounds, on one of its ranks or all."""
-        self._ask(lambda store: store.set(f"left/{self._replica}", ""))
+    def join(self, settings: Sequence[str]) -> None:
+        """Find this rank's place in its replica, and the number of the present round. ``Outer`` calls it.
 
-    def open(self, task: Task) -> Round:
-        if self._place is None:
-            self._enter()
-        while True:
-            key = self._find_round()
-            members = self._arrive(key, task)
-            if self._replica not in members.replicas:  # the round was fixed without this replica
-                self._await_outcome(key, self._patience)
-                continue
-            self._members = members
-            try:
-                comm = self._connect(members)
-            except RuntimeError as error:
-                self.close(error)
-                continue
-            return Round(comm, members.task, members.contributors, members.transfers, members.source, members.replicas)
+        Args:
+            settings: texts that must be equal on all replicas.
 
-    def close(self, error: RuntimeError | None) -> bool:
-        assert self._place is not None
-        assert self._members is not None
-        members, key = self._members, _key(*self._place)
-        votes = not members.contributors or members.replicas.index(self._replica) in members.contributors
-        if error is not None:
-            self._settle(key, _VOID)
-        elif votes and self._ask(lambda store: store.add(f"{key}/votes", 1)) == members.votes:
-            self._settle(key, _COMMIT)
-        counts = self._await_outcome(key, self._deadline if votes else self._patience) == _COMMIT
-        if counts:
-            self.version = self._place[0]
-            self._ask(lambda store: store.set("last", json.dumps(self._place)))
-            self._last, self._place = members, (self.version + 1, 0)
-        else:
-            self._group = ""
-            if self._comm is not None:
-                self._comm.group.abort()
-                self._comm = None
-        return counts
-
-    # Steps of a round ----------------------------------------------------------------------------------------------
-
-    def _enter(self) -> None:
-        """Find this rank's place in its replica, and the number of the present round."""
+        Raises:
+            ValueError: the replicas that meet in the store have other settings.
+        """
         names = [f"{self._replica}-{uuid.uuid4().hex[:12]}"]
         if dist.is_initialized():
             self._shard, self._shards = dist.get_rank(), dist.get_world_size()
             dist.broadcast_object_list(names, src=0)
         self._replica = names[0]
-        own, key = [f"{self._shards} ranks", *self.settings], f"settings/{self._shard}"
+        own, key = [f"{self._shards} ranks", *settings], f"settings/{self._shard}"
         self._ask(lambda store: store.compare_set(key, "", json.dumps(own)))
         known = self._record(_SETTINGS, key)
         for mine, theirs in zip_longest(own, known):
@@ -258,39 +204,82 @@ class Membership(Rounds):
                     f"{theirs or 'nothing'}: give all the same model, number of ranks and Outer(...), or the store a "
                     "new prefix"
                 )
-        self._place = (0, 0)
         if self._has("last"):
             self._place = self._record(_PLACE, "last")
 
-    def _find_round(self) -> str:
-        """Return the key of the first round without an outcome."""
-        assert self._place is not None
-        while self._has(f"{_key(*self._place)}/outcome"):
+    def leave(self) -> None:
+        """Tell the others not to wait for this replica any more. Call it between rounds, on one of its ranks or all."""
+        self._ask(lambda store: store.set(f"left/{self._replica}", ""))
+
+    def open(self, task: Task) -> Round:
+        """Return the next round with this replica in it."""
+        while True:
+            self._find_round()
+            members = self._members = self._arrive(task)
+            if self._replica not in members.replicas:  # the round was fixed without this replica
+                self._await_outcome(self._patience)
+                continue
+            try:
+                comm = self._connect(members)
+            except RuntimeError as error:
+                self.close(error)
+                continue
+            return Round(comm, members.task, members.contributors, members.transfers, members.source, members.replicas)
+
+    def close(self, error: RuntimeError | None) -> bool:
+        """Return whether the round counts, on all members alike, after this rank's exchange worked or failed."""
+        members = self._members
+        votes = not members.contributors or members.replicas.index(self._replica) in members.contributors
+        if error is not None:
+            self._settle(_VOID)
+        elif votes and self._ask(lambda store: store.add(f"{self._key}/votes", 1)) == members.votes:
+            self._settle(_COMMIT)
+        counts = self._await_outcome(self._deadline if votes else self._patience) == _COMMIT
+        if counts:
+            self.version = self._place[0]
+            self._ask(lambda store: store.set("last", json.dumps(self._place)))
+            self._last, self._place = members, (self.version + 1, 0)
+        elif self._comm is not None:
+            self._comm.group.abort()
+            self._comm = None
+        return counts
+
+    # Steps of a round ----------------------------------------------------------------------------------------------
+
+    @property
+    def _key(self) -> str:
+        """Prefix of the present round's keys in the store."""
+        number, attempt = self._place
+        return f"{number}/{attempt}"
+
+    def _find_round(self) -> None:
+        """Go on to the first round without an outcome."""
+        while outcome := self._outcome():
             number, attempt = self._place
-            if self._read(f"{_key(number, attempt)}/outcome") == _COMMIT.encode():
-                self._last = self._read_members(_key(number, attempt))
+            if outcome == _COMMIT:
+                self._last = self._read_members()
                 self._place = (number + 1, 0)
             else:
                 self._place = (number, attempt + 1)
-        return _key(*self._place)
 
-    def _arrive(self, key: str, task: Task) -> _Members:
+    def _arrive(self, task: Task) -> _Members:
         """Wait for the round's members to be fixed, and return them."""
-        slot = self._ask(lambda store: store.add(f"{key}/arrivals", 1)) - 1
+        slot = self._ask(lambda store: store.add(f"{self._key}/arrivals", 1)) - 1
         own = _Arrival(self._replica, self._shard, self._shards, self.version, task)
-        self._ask(lambda store: store.set(f"{key}/arrival/{slot}", json.dumps(own)))
+        self._ask(lambda store: store.set(f"{self._key}/arrival/{slot}", json.dumps(own)))
         known: dict[int, _Arrival] = {}
+        newest = self._place[0] - 1
         arrived, began = time.monotonic(), 0.0
-        while not self._has(f"{key}/members"):
+        while not self._has(f"{self._key}/members"):
             now = time.monotonic()
-            self._read_arrivals(key, known)
+            self._read_arrivals(known)
             there = _complete([known[slot] for slot in sorted(known)])
-            newest = _number(key) - 1
             if not began and any(each.version == newest for each in known.values()):
                 began = now
-            is_late = bool(began) and key != _FIRST and now > began + self._deadline
+            # the first round has no deadline
+            is_late = bool(began) and self._place != (0, 0) and now > began + self._deadline
             if self._are_all(there) or (is_late and any(each.version == newest for each in there)):
-                self._fix(key, there)
+                self._fix(there)
             elif there and now > arrived + self._patience:
                 if newest >= 0 and all(each.version < 0 for each in there):
                     raise RuntimeError(
@@ -298,17 +287,17 @@ class Membership(Rounds):
                         f"({', '.join(self.replicas)}), to take weights from one: none has come. If all have ended, "
                         "start the run anew from its checkpoint, with a store of a new prefix"
                     )
-                self._fix(key, there)
+                self._fix(there)
             else:
                 time.sleep(_GLANCE)
-        return self._read_members(key)
+        return self._read_members()
 
-    def _read_arrivals(self, key: str, known: dict[int, _Arrival]) -> None:
-        count = self._ask(lambda store: store.add(f"{key}/arrivals", 0))
+    def _read_arrivals(self, known: dict[int, _Arrival]) -> None:
+        count = self._ask(lambda store: store.add(f"{self._key}/arrivals", 0))
         if count > _MOST_ARRIVALS:
-            raise self._foreign(f"{key}/arrivals", f"{count} ranks")
+            raise self._foreign(f"{self._key}/arrivals", f"{count} ranks")
         for slot in range(count):
-            entry = f"{key}/arrival/{slot}"
+            entry = f"{self._key}/arrival/{slot}"
             if slot not in known and self._has(entry):
                 known[slot] = self._record(_ARRIVAL, entry)
 
@@ -320,10 +309,10 @@ class Membership(Rounds):
         missing = [each for each in self._last.replicas if each not in here]
         return bool(here) and all(self._has(f"left/{each}") for each in missing)
 
-    def _fix(self, key: str, there: Sequence[_Arrival]) -> None:
-        newest = max(each.version for each in there)
+    def _fix(self, there: Sequence[_Arrival]) -> None:
+        newest, is_repeated = max(each.version for each in there), self._place[1] > 0
         # repeat a void round without newcomers: one that cannot get the weights by the deadline must not stop all
-        if newest >= 0 and not key.endswith("/0"):
+        if newest >= 0 and is_repeated:
             there = [each for each in there if each.version == newest]
         first = next(each for each in there if each.version == newest)
         members = sorted(there, key=lambda each: each.replica)
@@ -332,24 +321,17 @@ class Membership(Rounds):
             place for place, each in enumerate(members) if each.version == newest >= 0 and each.task == first.task
         ]
         votes = sum(members[place].shards for place in contributors) or sum(each.shards for each in members)
-        group = key
-        if self._last is not None and key.endswith("/0") and self._last.replicas == replicas:
+        group = self._key
+        if self._last is not None and not is_repeated and self._last.replicas == replicas:
             group = self._last.group
-        found = _Members(
-            replicas,
-            contributors,
-            replicas.index(first.replica),
-            len(contributors) < len(members),
-            votes,
-            first.task,
-            group,
-        )
-        self._ask(lambda store: store.compare_set(f"{key}/members", "", json.dumps(found)))
+        source, transfers = replicas.index(first.replica), len(contributors) < len(members)
+        found = _Members(replicas, contributors, source, transfers, votes, first.task, group)
+        self._ask(lambda store: store.compare_set(f"{self._key}/members", "", json.dumps(found)))
 
-    def _read_members(self, key: str) -> _Members:
-        found = self._record(_MEMBERS, f"{key}/members")
+    def _read_members(self) -> _Members:
+        found = self._record(_MEMBERS, f"{self._key}/members")
         if max((found.source, *found.contributors)) >= len(found.replicas):
-            raise self._foreign(f"{key}/members", str(found))
+            raise self._foreign(f"{self._key}/members", str(found))
         return found
 
     def _connect(self, members: _Members) -> Communicator:
@@ -366,17 +348,23 @@ class Membership(Rounds):
         self._group = members.group
         return self._comm
 
-    def _settle(self, key: str, outcome: str) -> None:
-        self._ask(lambda store: store.compare_set(f"{key}/outcome", "", outcome))
+    def _settle(self, outcome: str) -> None:
+        self._ask(lambda store: store.compare_set(f"{self._key}/outcome", "", outcome))
 
-    def _await_outcome(self, key: str, patience: float) -> str:
-        """Return the outcome of a round; "void" if it has none after ``patience`` seconds."""
+    def _outcome(self) -> str:
+        """Return "commit" or "void"; "" while the round has no outcome."""
+        if not self._has(f"{self._key}/outcome"):
+            return ""
+        return _COMMIT if self._read(f"{self._key}/outcome") == _COMMIT.encode() else _VOID
+
+    def _await_outcome(self, patience: float) -> str:
+        """Return the outcome of the round; "void" if it has none after ``patience`` seconds."""
         until = time.monotonic() + patience
-        while not self._has(f"{key}/outcome"):
+        while not (outcome := self._outcome()):
             if time.monotonic() > until:
-                self._settle(key, _VOID)
+                self._settle(_VOID)
             time.sleep(_GLANCE)
-        return _COMMIT if self._read(f"{key}/outcome") == _COMMIT.encode() else _VOID
+        return outcome
 
     def _has(self, key: str) -> bool:
         return self._ask(lambda store: bool(store.check([key])))
@@ -414,14 +402,6 @@ def _complete(arrivals: Sequence[_Arrival]) -> list[_Arrival]:
     for each in arrivals:
         found.setdefault(each.replica, []).append(each)
     return [each[0] for each in found.values() if len(each) == each[0].shards]
-
-
-def _key(number: int, attempt: int) -> str:
-    return f"{number}/{attempt}"
-
-
-def _number(key: str) -> int:
-    return int(key.partition("/")[0])
 
 
 def _place_of(store: Store) -> str:

@@ -15,7 +15,7 @@ from yafsdp_cc.compression.codec import BLOCK, codec_of
 from yafsdp_cc.compression.error_feedback import Residual
 from yafsdp_cc.engine.streams import comm_stream
 from yafsdp_cc.ranks.mesh import timeout_of
-from yafsdp_cc.replicas.sync import LocalBuffer
+from yafsdp_cc.replicas.sync import LocalBuffer, sum_over
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -91,8 +91,7 @@ class BackgroundSum:
         if self._codec is None:
             return []
         values = self.residual.values
-        for work in self._comm.all_reduce(values, async_op=False):
-            work.wait()
+        sum_over(self._comm, values)
         values.div_(self._comm.world)
         return self.total.split(values[0])
 
@@ -127,17 +126,17 @@ class BackgroundSum:
 class PeerMessage:
     """Sends a buffer to one replica and receives one from another, in the background; one at a time.
 
-    A header of a few numbers precedes each message. Over NCCL both are one grouped exchange, in which no other replica
+    A header of two numbers precedes each message. Over NCCL both are one grouped exchange, in which no other replica
     takes part; over gloo they are point-to-point messages, so that a replica waits for its sender alone.
 
     Args:
         sent, received: contiguous buffers, equally long.
     """
 
-    def __init__(self, comm: Communicator, headers: int, sent: Tensor, received: Tensor) -> None:
+    def __init__(self, comm: Communicator, sent: Tensor, received: Tensor) -> None:
         self.sent, self.received = sent, received
         self._comm, self._sent, self._received = comm, sent.view(-1), received.view(-1)
-        self.sent_header = torch.zeros(headers, dtype=torch.float32, device=sent.device)
+        self.sent_header = torch.zeros(2, dtype=torch.float32, device=sent.device)
         self.received_header = torch.zeros_like(self.sent_header)
         self._stream = comm_stream(sent.device)
         self._header_handle, self._handle = self._stream.handle(), self._stream.handle()
@@ -205,7 +204,7 @@ class PeerMailbox:
         timeout = timeout_of(group)
         self._patience = math.inf if timeout is None else timeout.total_seconds()
         self._host_sent, self._host_received = (_in_host_memory(each).view(-1) for each in (sent, received))
-        numbers = torch.full((5, 2), _NOT_THERE, dtype=torch.float32, device="cpu")
+        numbers = torch.full((5, 2), _NOT_THERE, dtype=torch.float32, device="cpu").unbind()
         self._sent_header, self._sent_end, self._received_header, self._sent_receipt, self._received_receipt = numbers
         self._sends: list[dist.Work] = []
         """Sends of the message whose receipt has not arrived."""
@@ -299,12 +298,12 @@ class PeerMailbox:
 
     def sent_bytes(self) -> int:
         """Return the bytes that this rank sends per message, with a receipt for one that it receives."""
-        return _bytes_of(self.sent, self._sent_header, self._sent_receipt)
+        return self.sent.nbytes + self._sent_header.nbytes + self._sent_receipt.nbytes
 
     @property
     def nbytes(self) -> int:
         """Bytes of the buffers ``sent`` and ``received``, without copies in host memory of those on a GPU."""
-        return _bytes_of(self.sent, self.received)
+        return self.sent.nbytes + self.received.nbytes
 
     def _receive_header(self) -> dist.Work:
         self._received_header.fill_(_NOT_THERE)
@@ -323,10 +322,6 @@ class PeerMailbox:
 
     def _name(self, peer: int) -> str:
         return f"replica {peer} (rank {dist.get_global_rank(self._group, peer)})"
-
-
-def _bytes_of(*tensors: Tensor) -> int:
-    return sum(each.nbytes for each in tensors)
 
 
 def _in_host_memory(buffer: Tensor) -> Tensor:

@@ -33,7 +33,6 @@ from yafsdp_cc.compression.codecs import TopK2Bit
 from yafsdp_cc.compression.error_feedback import Residual
 from yafsdp_cc.engine.streams import comm_stream
 from yafsdp_cc.replicas.membership import AllReplicas, Task
-from yafsdp_cc.replicas.messages import BackgroundSum
 from yafsdp_cc.replicas.plain_values import decoded, encoded
 from yafsdp_cc.replicas.sync import (
     LocalBuffer,
@@ -43,6 +42,7 @@ from yafsdp_cc.replicas.sync import (
     read_grads,
     runs_of,
     set_grad,
+    sum_over,
     tensors_of,
 )
 
@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
 
+    from yafsdp_cc.compression.codec import Codec
     from yafsdp_cc.engine.communicator import Communicator
     from yafsdp_cc.engine.streams import CommHandle
     from yafsdp_cc.replicas.membership import Membership, Round
@@ -128,12 +129,15 @@ class Outer(ReplicaSync):
         self._step = 0
         self._left = sync_steps
         """Number of synchronous steps to come."""
+        self._total: LocalBuffer | None = None
+        """Sum of the gradients over replicas in a synchronous step; None before and after them."""
         self._moved = False
         """Whether there were local steps since the last ``finish``."""
         self._made = 0
         """Number of local steps so far."""
         self._pending: _Exchange | None = None
-        self._age = 0
+        self._arrives = 0
+        """Number of local steps at which the exchange under way is completed."""
 
     def connect(self, model: nn.Module, mesh: DeviceMesh | None) -> None:
         if self.membership is None:
@@ -142,33 +146,27 @@ class Outer(ReplicaSync):
             raise ValueError("an Outer with a membership finds its replicas by itself: pass mesh=None")
         else:
             alike = {"lr": self.lr, "momentum": self.momentum, "fragments": self.fragments, "codec": self.codec}
-            settings = [f"{name}={value!r}" for name, value in alike.items()]
-            self.membership.settings = settings + tensors_of(model)
-        trained = set(self.parameters.values())
-        others = [each for each in model.parameters() if each not in trained]
-        self._untrained = [local_of(each) for each in (*others, *model.buffers())]
+            self.membership.join([*(f"{name}={value!r}" for name, value in alike.items()), *tensors_of(model)])
+        self._untrained = [local_of(each) for each in (*self._frozen.values(), *model.buffers())]
 
     def prepare(self) -> None:
         place = self.device if self.membership is None else torch.device("cpu")
-        self._rounds = AllReplicas(self.comm) if self.membership is None else self.membership
+        self._rounds: AllReplicas | Membership = self.membership or AllReplicas(self.comm)
         self._stream = comm_stream(place)
         self._count, self._count_handle = torch.zeros(2, dtype=torch.int64, device=place), self._stream.handle()
-        block = 1 if self._codec is None else self._codec.block
         is_repeated = self.membership is not None
         runs = _runs(list(self.parameters.values()), self.fragments)
-        self._fragments = [_Fragment(each, place, block, self.momentum > 0, is_repeated) for each in runs]
+        self._fragments = [_Fragment(each, place, self._codec, self.momentum > 0, is_repeated) for each in runs]
         count = len(self._fragments)
         self._due = {(n + 1) * self.every // count: n for n in range(count)}
-        self._sum: BackgroundSum | None = None
         if self.membership is not None:
             self._exchange(Task((), False))  # a newcomer takes weights, and contributes from the next round on
 
     def planned_bytes(self) -> int:
-        comm = self.comm
         if self._codec is None:
-            total = sum(comm.all_reduce_bytes(each.outer.nbytes) for each in self._fragments)
+            total = sum(self.comm.all_reduce_bytes(each.outer.nbytes) for each in self._fragments)
         else:
-            total = (comm.world - 1) * sum(self._codec.message_bytes(each.numel) for each in self._fragments)
+            total = (self.comm.world - 1) * sum(self._codec.message_bytes(each.numel) for each in self._fragments)
         return -(-total // self.every)
 
     def memory(self) -> Mapping[str, int]:
@@ -177,9 +175,7 @@ class Outer(ReplicaSync):
             return sum(each.nbytes for each in found if each is not None)
 
         rows = {"outer weights": of("outer"), "outer momentum": of("momentum"), "outer gradients": of("delta")}
-        if self._codec is not None:
-            messages = self.comm.world * sum(self._codec.message_bytes(each.numel) for each in self._fragments)
-            rows["lost by messages"], rows["messages"] = of("residual"), messages
+        rows |= {"lost by messages": of("residual"), "messages": self.comm.world * of("message")}
         rows["sums of outer gradients"] = of("total")
         if self._left:
             rows["sums of the synchronous start"] = 4 * (len(self.parameters) + sum(e.numel() for e in self.locals()))
@@ -194,16 +190,12 @@ class Outer(ReplicaSync):
         if not self._left:
             return
         members = list(self.parameters.values())
-        if self._sum is None:
-            self._flags = torch.zeros(len(members), dtype=torch.float32, device=self.device)
-            self._sum = BackgroundSum(self.comm, self.locals(), self._flags, None)
-        total = self._sum.total
+        total = self._total = self._total or LocalBuffer(self.locals())
         read_grads([each.grad for each in members], total.views)
-        used = [each.grad is not None for each in members]
-        self._flags.copy_(torch.tensor(used, dtype=torch.float32, device="cpu"))
-        self._sum.start()
-        self._sum.wait()
-        for parameter, view, replicas in zip(members, total.views, self._flags.tolist(), strict=True):
+        used = torch.tensor([each.grad is not None for each in members], dtype=torch.float32, device=self.device)
+        sum_over(self.comm, used)
+        sum_over(self.comm, total.data)
+        for parameter, view, replicas in zip(members, total.views, used.tolist(), strict=True):
             set_grad(parameter, view if replicas else None, self.comm.world)
 
     def after_step(self, optimizer: Optimizer) -> None:
@@ -216,10 +208,8 @@ class Outer(ReplicaSync):
         self._made += 1
         for each in self._fragments:
             each.steps += 1
-        if self._pending is not None:
-            self._age += 1
-            if self._age >= self.delay:
-                self._complete(self.mix)
+        if self._pending is not None and self._made >= self._arrives:
+            self._complete(self.mix)
         if (due := self._due.get(self._step)) is not None:
             self._start(Task((due,), False))
             if not self.delay:
@@ -233,7 +223,7 @@ class Outer(ReplicaSync):
             each.load()
             each.steps = 0
         if not self._left:
-            self._sum = None
+            self._total = None
 
     # Exchanges -----------------------------------------------------------------------------------------------------
 
@@ -242,10 +232,9 @@ class Outer(ReplicaSync):
         self._complete(0.0)
 
     def _start(self, task: Task) -> None:
-        """Start to exchange outer gradients."""
-        for each in (self._fragments[n] for n in task.fragments):
-            self._find_gradient(each)
-        self._age = 0
+        for n in task.fragments:
+            self._fragments[n].find_gradient(self.decay)
+        self._arrives = self._made + self.delay
         self._start_count()
         self._issue(task)
 
@@ -260,19 +249,6 @@ class Outer(ReplicaSync):
         self._count_handle.wait()
         if self.membership is None:
             check_steps(self.comm.world, self._count.tolist(), self._made)
-
-    def _find_gradient(self, fragment: _Fragment) -> None:
-        """Compute the outer gradient of a fragment, and encode its message."""
-        fragment.find_gradient()
-        if self._codec is not None:
-            assert fragment.residual is not None
-            fragment.residual.multiply(self.decay)
-            if fragment.message is None:
-                size = self._codec.message_bytes(fragment.numel)
-                fragment.message = torch.zeros(1, size, dtype=torch.uint8, device=fragment.delta.data.device)
-            row = fragment.delta.data.unsqueeze(0)
-            counts, residual = fragment.counts, fragment.residual
-            error_feedback.encode(self._codec, row, fragment.message, counts=counts, residual=residual)
 
     def _issue(self, task: Task) -> None:
         """Find the members of the round, and start to send."""
@@ -302,18 +278,16 @@ class Outer(ReplicaSync):
     def _send(self, exchange: _Exchange, n: int, async_op: bool) -> Sequence[Any]:
         fragment, comm = self._fragments[n], exchange.round.comm
         contributes = exchange.round.contributes
-        if self._codec is None:
+        if fragment.message is None:
             total = fragment.delta.data
             if fragment.total is not None:  # an exchange may fail and be repeated, so the outer gradient is kept
                 total = fragment.total.data
                 total.copy_(fragment.delta.data) if contributes else total.zero_()
             exchange.buffers[n] = total
             return comm.all_reduce(total, async_op)
-        size, place = self._codec.message_bytes(fragment.numel), fragment.delta.data.device
-        exchange.buffers[n] = messages = torch.zeros(comm.world, size, dtype=torch.uint8, device=place)
+        exchange.buffers[n] = messages = fragment.message.new_zeros(comm.world, fragment.message.shape[1])
         own = messages.narrow(0, comm.rank, 1)
         if contributes:
-            assert fragment.message is not None
             own.copy_(fragment.message)
         return comm.all_gather(messages.view(-1), own.view(-1), async_op)
 
@@ -398,8 +372,7 @@ class Outer(ReplicaSync):
         found = []
         for residual in (each.residual for each in self._fragments if each.residual is not None):
             mean = residual.values.clone() if current.contributes else torch.zeros_like(residual.values)
-            for work in current.comm.all_reduce(mean, async_op=True):
-                work.wait()
+            sum_over(current.comm, mean)
             found.append(mean.div_(len(current.contributors)))
         return found
 
@@ -409,25 +382,24 @@ class Outer(ReplicaSync):
         Values of another shape than their parameter, such as the number of steps, are those of the first replica that
         has them.
         """
-        optimizer = self.optimizer if current.contributes else None
+        optimizer = self.optimizer
+        states: Mapping[Tensor, Any] = {} if optimizer is None or not current.contributes else optimizer.state
         known: dict[str, dict[str, Any]] = {}
         for name, parameter in self.parameters.items():
-            state = {} if optimizer is None else optimizer.state.get(parameter, {})
+            state = states.get(parameter, {})
             known[name] = {key: None if _is_like(value, parameter) else _plain(value) for key, value in state.items()}
         everywhere: dict[tuple[str, str], Any] = {}
         for sender, theirs in zip(current.names, self._exchange_states(known, current.comm), strict=True):
-            for name, key, value in self._checked_states(theirs, optimizer, sender):
+            for name, key, value in self._checked_states(theirs, states, sender):
                 everywhere.setdefault((name, key), value)
         found = [_State(name, key, value) for (name, key), value in everywhere.items() if value is not None]
         alike = [place for place, value in everywhere.items() if value is None]
         for run in (alike[part] for part in runs_of([self.parameters[name] for name, _ in alike])):
-            mean = LocalBuffer([local_of(self.parameters[name]).to(current.comm.device) for name, _ in run])
+            mean = LocalBuffer([local_of(self.parameters[name]) for name, _ in run], device=current.comm.device)
             for (name, key), view in zip(run, mean.views, strict=True):
-                value = None if optimizer is None else optimizer.state.get(self.parameters[name], {}).get(key)
-                if value is not None:
+                if (value := states.get(self.parameters[name], {}).get(key)) is not None:
                     view.copy_(local_of(value))
-            for work in current.comm.all_reduce(mean.data, async_op=True):
-                work.wait()
+            sum_over(current.comm, mean.data)
             mean.data.div_(len(current.contributors))
             found += [_State(*place, view, is_like=True) for place, view in zip(run, mean.views, strict=True)]
         return found
@@ -453,13 +425,13 @@ class Outer(ReplicaSync):
         return (text[:size].cpu() for text, size in zip(texts, found, strict=True))
 
     def _checked_states(
-        self, message: Tensor, optimizer: Optimizer | None, sender: str
+        self, message: Tensor, states: Mapping[Tensor, Any], sender: str
     ) -> Iterator[tuple[str, str, Any]]:
         """Yield parameter, key and value of the state that a replica has sent."""
         try:
             for name, state in decoded(message).items():
                 parameter = self.parameters[name]
-                own = {} if optimizer is None else optimizer.state.get(parameter, {})
+                own = states.get(parameter, {})
                 if len(state) > _MOST_KEYS:
                     raise ValueError(f"{len(state)} values for '{name}', more than an optimizer has")
                 for key, value in state.items():
@@ -487,19 +459,7 @@ class Outer(ReplicaSync):
         if self._left:
             done = float(self.sync_steps - self._left)
             return {_START: [torch.full_like(each, done, dtype=torch.float32) for each in self.locals()]}
-        found = {}
-        if self.momentum:
-            found[_MOMENTUM] = [
-                view for each in self._fragments if each.momentum for view in each.of(each.momentum.data)
-            ]
-        if self._codec is not None:
-            found[_RESIDUAL] = [
-                view
-                for each in self._fragments
-                if each.residual is not None
-                for view in each.of(each.residual.values[0])
-            ]
-        return found
+        return self._outer_state()
 
     @torch.no_grad()
     def load_state(self, state: Mapping[str, Sequence[Tensor]]) -> None:
@@ -511,16 +471,20 @@ class Outer(ReplicaSync):
         done = [int(each.view(-1)[0]) for each in state.get(_START, ()) if each.numel()]
         self._left = max(0, self.sync_steps - max(done)) if done else 0
         self._begin()
-        momentum, residual = iter(state.get(_MOMENTUM, ())), iter(state.get(_RESIDUAL, ()))
+        for name, views in self._outer_state().items():
+            torch._foreach_zero_(views)
+            for view, values in zip(views, state.get(name, ()), strict=False):
+                view.copy_(values)
+
+    def _outer_state(self) -> dict[str, list[Tensor]]:
+        """Return views of outer momentum and residual, those that there are, by their names in checkpoints."""
+        found: dict[str, list[Tensor]] = {}
         for each in self._fragments:
             if each.momentum is not None:
-                each.momentum.data.zero_()
-                for view, values in zip(each.of(each.momentum.data), momentum, strict=False):
-                    view.copy_(values)
+                found.setdefault(_MOMENTUM, []).extend(each.momentum.views)
             if each.residual is not None:
-                each.residual.clear()
-                for view, values in zip(each.of(each.residual.values[0]), residual, strict=False):
-                    view.copy_(values)
+                found.setdefault(_RESIDUAL, []).extend(each.outer.split(each.residual.values[0]))
+        return found
 
 
 @dataclass
@@ -550,26 +514,34 @@ class _Fragment:
     """Parameters that are exchanged together.
 
     Args:
-        block: elements of a codec's block; 1 without a codec.
-        has_momentum: whether outer steps have momentum.
+        place: device of the buffers.
         is_repeated: whether an exchange may fail and be repeated.
     """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], place: torch.device, block: int, has_momentum: bool, is_repeated: bool
+        self,
+        parameters: Sequence[nn.Parameter],
+        place: torch.device,
+        codec: Codec | None,
+        has_momentum: bool,
+        is_repeated: bool,
     ) -> None:
-        self.parameters = parameters
-        like = [each.to(place) for each in self.weights]
+        self.parameters, self._codec = parameters, codec
+        block = 1 if codec is None else codec.block
+        like = self.weights
         # Each parameter begins with a block of its own: those that all ranks of a replica hold must be encoded alike on
         # these ranks.
-        self.outer, self.delta = LocalBuffer(like, block), LocalBuffer(like, block)
+        self.outer, self.delta = LocalBuffer(like, block, place), LocalBuffer(like, block, place)
         self.numel = self.outer.data.numel()
-        self.counts = None if block == 1 else self.delta.counts()
-        self.momentum = LocalBuffer(like, block) if has_momentum else None
-        self.total = LocalBuffer(like) if is_repeated and block == 1 else None
+        self.momentum = LocalBuffer(like, block, place) if has_momentum else None
+        self.total = LocalBuffer(like, 1, place) if is_repeated and codec is None else None
         """Buffer of the sum over replicas, where the outer gradient must be kept for a repetition; else None."""
         self.message: Tensor | None = None
-        self.residual = None if block == 1 else Residual.zeros(1, self.numel, torch.float32, block, place)
+        self.residual: Residual | None = None
+        if codec is not None:
+            self._counts = self.delta.counts()
+            self.message = torch.zeros(1, codec.message_bytes(self.numel), dtype=torch.uint8, device=place)
+            self.residual = Residual.zeros(1, self.numel, torch.float32, block, place)
         self.steps = 0
         """Number of local steps that no exchange has included."""
         self.load()
@@ -578,19 +550,19 @@ class _Fragment:
     def weights(self) -> list[Tensor]:
         return [local_of(each) for each in self.parameters]
 
-    def of(self, data: Tensor) -> list[Tensor]:
-        """Return each parameter's part of a flat buffer."""
-        return self.outer.split(data)
-
     def load(self) -> None:
         """Copy the parameters' present weights to the outer weights."""
-        torch._foreach_copy_(self.of(self.outer.data), self.weights)
+        torch._foreach_copy_(self.outer.views, self.weights)
 
-    def find_gradient(self) -> None:
-        """Write Δ = θ − θᵢ, outer minus present weights, to ``delta``."""
-        torch._foreach_copy_(self.of(self.delta.data), self.weights)
+    def find_gradient(self, decay: float) -> None:
+        """Write Δ = θ − θᵢ, outer minus present weights, to ``delta``, and encode Δ + ``decay`` · residual."""
+        torch._foreach_copy_(self.delta.views, self.weights)
         torch.sub(self.outer.data, self.delta.data, out=self.delta.data)
         self.steps = 0
+        if self._codec is not None and self.message is not None and self.residual is not None:
+            self.residual.multiply(decay)
+            row = self.delta.data.unsqueeze(0)
+            error_feedback.encode(self._codec, row, self.message, counts=self._counts, residual=self.residual)
 
     def step(self, lr: float, momentum: float) -> None:
         """Make the outer step with the mean outer gradient Δ in ``delta``."""
@@ -602,7 +574,7 @@ class _Fragment:
 
     def adopt(self, mix: float = 0.0) -> None:
         """Set the weights to the outer weights, mixed with a share of themselves."""
-        outer, weights = self.of(self.outer.data), self.weights
+        outer, weights = self.outer.views, self.weights
         if mix:
             own = [each.to(device=found.device, dtype=found.dtype) for each, found in zip(weights, outer, strict=True)]
             outer = list(torch._foreach_lerp(outer, own, mix))

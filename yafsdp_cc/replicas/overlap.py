@@ -25,6 +25,7 @@ with any optimizer, shards and encoded sums. ACCO: Accumulate While You Communic
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -32,23 +33,12 @@ import torch
 from torch import Tensor
 
 from yafsdp_cc.replicas.messages import BackgroundSum
-from yafsdp_cc.replicas.sync import (
-    LocalBuffer,
-    ReplicaSync,
-    check_steps,
-    local_of,
-    read_grads,
-    runs_of,
-    set_grad,
-    set_settings,
-    settings_of,
-    step_on,
-    with_settings,
-)
+from yafsdp_cc.replicas.sync import LocalBuffer, ReplicaSync, check_steps, local_of, read_grads, runs_of, set_grad
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from torch import nn
     from torch.optim import Optimizer
 
 _COUNTER = 2
@@ -128,8 +118,8 @@ class Overlap(ReplicaSync):
     def before_step(self, optimizer: Optimizer) -> None:
         members = list(self.parameters.values())
         self._grads = [each.grad for each in members]
-        self._settings = [dict(group) for group in optimizer.param_groups]
-        own = _Step([grad is not None for grad in self._grads], settings_of(optimizer))
+        self._settings = _settings_of(optimizer)
+        own = _Step([grad is not None for grad in self._grads], [_copied(group) for group in self._settings])
         arrived, self._pending = self._pending, own
         if arrived is not None:
             self._check_unchanged()
@@ -151,23 +141,22 @@ class Overlap(ReplicaSync):
             read_grads(self._grads, kept.views)
             self._show(arrived, divisor)
             total.data.copy_(kept.data)
-            set_settings(optimizer, arrived.settings)
-        self._start(own)
+            _set_settings(optimizer, arrived.settings)
+        self._write_flags(self._steps % _COUNTED, own.used)
+        self._steps += 1
+        self._sum.start()
 
     def after_step(self, optimizer: Optimizer) -> None:
-        set_settings(optimizer, self._settings)  # schedulers write to the very tensors of the old settings
-        if self._is_second:
-            for parameter, grad in zip(self.parameters.values(), self._grads, strict=True):
-                parameter.grad = grad
-            self._predict(optimizer)
-        else:
+        _set_settings(optimizer, self._settings)
+        for parameter, grad in zip(self.parameters.values(), self._grads, strict=True):
+            parameter.grad = grad
+        if not self._is_second:
             torch._foreach_copy_(self._committed, self.locals())
-            for parameter, grad, view in zip(self.parameters.values(), self._grads, self._kept.views, strict=True):
-                parameter.grad = grad
+            for grad, view in zip(self._grads, self._kept.views, strict=True):
                 if grad is not None:
                     local_of(grad).copy_(view)
-            if not self.half_batches:
-                self._predict(optimizer)
+        if self._is_second or not self.half_batches:
+            self._predict(optimizer)
         self._grads, self._settings = [], []
         self._versions = [each._version for each in self.locals()]
 
@@ -182,14 +171,8 @@ class Overlap(ReplicaSync):
                 )
 
     def _hide(self) -> None:
-        """Hide the gradients from the optimizer."""
         for parameter in self.parameters.values():
             parameter.grad = None
-
-    def _start(self, own: _Step) -> None:
-        self._write_flags(self._steps % _COUNTED, own.used)
-        self._steps += 1
-        self._sum.start()
 
     def _write_flags(self, count: int, used: Sequence[bool]) -> None:
         self._flags.copy_(torch.tensor([count, count * count, *used], dtype=torch.float32, device="cpu"))
@@ -224,50 +207,46 @@ class Overlap(ReplicaSync):
 
     def _predict(self, optimizer: Optimizer) -> None:
         """Make a step of which only the weights are kept, with ``.grad`` or the sum of the first half."""
-        first, views = self._first, dict(zip(self.parameters.values(), self._kept.views, strict=True))
-        used = {} if first is None else dict(zip(views, first.used, strict=True))
-        for run in (list(views)[part] for part in runs_of(list(views))):
+        first, members = self._first, list(self.parameters.values())
+        for part in runs_of(members):
+            run = members[part]
             shown = [each.grad for each in run]
             if first is not None:
-                for each in run:
+                for each, view, used in zip(run, self._kept.views[part], first.used[part], strict=True):
                     each.grad = None
-                    set_grad(each, views[each] if used[each] else None, self.comm.world)
-            before = {each: dict(optimizer.state.get(each, {})) for each in run}
-            kept = {
-                each: {name: local_of(value).clone() for name, value in state.items() if isinstance(value, Tensor)}
-                for each, state in before.items()
-            }
-            step_on(optimizer, run)
+                    set_grad(each, view if used else None, self.comm.world)
+            before: dict[Tensor, Any] = {each: dict(optimizer.state[each]) for each in run if each in optimizer.state}
+            tensors = [each for state in before.values() for each in state.values() if isinstance(each, Tensor)]
+            kept = [(local, local.clone()) for local in map(local_of, tensors)]
+            _step_on(optimizer, run)
             for each, grad in zip(run, shown, strict=True):
                 each.grad = grad
-            for each, state in before.items():
-                for name, values in kept[each].items():
-                    local_of(state[name]).copy_(values)
-                if state:
-                    optimizer.state[each] = state
-                else:
-                    optimizer.state.pop(each, None)
+                optimizer.state.pop(each, None)
+            optimizer.state.update(before)
+            for local, values in kept:
+                local.copy_(values)
 
     # Between steps -------------------------------------------------------------------------------------------------
 
+    @torch.no_grad()
     def finish(self) -> None:
         step, self._pending = self._pending, None
         optimizer = self.optimizer
         if step is None or optimizer is None:
             return
         members = list(self.parameters.values())
-        with torch.no_grad():
-            shown = [each.grad for each in members]
-            self._hide()
-            self._wait(step)
-            if self.half_batches and self._first is None:
-                # count the second half as made: a replica that does make it then fails by unequal counts
-                self._steps += 1
-            self._show(step, self._join_halves(step))
-            with with_settings(optimizer, step.settings):
-                step_on(optimizer, members)
-            for parameter, grad in zip(members, shown, strict=True):
-                parameter.grad = grad
+        shown, settings = [each.grad for each in members], _settings_of(optimizer)
+        self._hide()
+        self._wait(step)
+        if self.half_batches and self._first is None:
+            # count the second half as made: a replica that does make it then fails by unequal counts
+            self._steps += 1
+        self._show(step, self._join_halves(step))
+        _set_settings(optimizer, step.settings)
+        _step_on(optimizer, members)
+        _set_settings(optimizer, settings)
+        for parameter, grad in zip(members, shown, strict=True):
+            parameter.grad = grad
 
     def compare_steps(self) -> None:
         self._write_flags(_NO_STEP, [False] * len(self.parameters))
@@ -284,3 +263,32 @@ class Overlap(ReplicaSync):
             self._sum.wait()
         self._pending = self._first = None
         self._sum.load_residual(state.get(_RESIDUAL, ()))
+
+
+# Optimizers --------------------------------------------------------------------------------------------------------
+
+
+def _step_on(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
+    """Run the optimizer's own step on those of these parameters that have a ``.grad``, without hooks."""
+    chosen = set(parameters)
+    groups = optimizer.param_groups
+    optimizer.param_groups = [{**each, "params": [p for p in each["params"] if p in chosen]} for each in groups]
+    try:
+        inspect.unwrap(type(optimizer).step)(optimizer)
+    finally:
+        optimizer.param_groups = groups
+
+
+def _settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return the settings of each parameter group, with the very tensors that schedulers write to."""
+    return [{name: value for name, value in each.items() if name != "params"} for each in optimizer.param_groups]
+
+
+def _set_settings(optimizer: Optimizer, settings: Sequence[Mapping[str, Any]]) -> None:
+    """Set ``settings`` in parameter groups; groups added since are unchanged."""
+    for group, values in zip(optimizer.param_groups, settings, strict=False):
+        group.update(values)
+
+
+def _copied(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in settings.items()}

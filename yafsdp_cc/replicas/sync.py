@@ -18,7 +18,6 @@ import inspect
 import weakref
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from contextlib import contextmanager
 from functools import cache
 from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -31,12 +30,13 @@ from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from yafsdp_cc.engine.communicator import Communicator
+from yafsdp_cc.engine.layout import Layout
 from yafsdp_cc.fsdp2.module import ShardedModule, check_shows_shards, ranks_of_model, require_state
 from yafsdp_cc.optim.matrix import MatrixOptimizer
 from yafsdp_cc.optim.one_bit import OneBitOptimizer
 from yafsdp_cc.optim.replicated import ReplicatedOneBitAdam
 from yafsdp_cc.ranks.checks import all_gather_objects, check_settings
-from yafsdp_cc.ranks.mesh import broadcast_over, shard_group
+from yafsdp_cc.ranks.mesh import broadcast_values, shard_group
 from yafsdp_cc.tensor.module_parameters import named_sharded_parameters
 
 if TYPE_CHECKING:
@@ -145,14 +145,6 @@ class ReplicaSync(ABC):
     def compare_steps(self) -> None:
         """Raise a ``RuntimeError`` if replicas have made different numbers of steps. A collective."""
 
-    def check(self, optimizer: Optimizer) -> None:
-        """Raise a ``ValueError`` if this optimizer does not update each element by its own gradient and state."""
-        if isinstance(optimizer, _REFUSED):
-            raise ValueError(
-                f"{type(self).__name__} needs an optimizer of torch.optim that treats each element by itself (AdamW, "
-                f"SGD, ...); {type(optimizer).__name__} does not. Leave sync out, or choose another optimizer"
-            )
-
     # Shared by all subclasses
 
     def connect(self, model: nn.Module, mesh: DeviceMesh | None) -> None:
@@ -165,13 +157,7 @@ class ReplicaSync(ABC):
         check_settings({f"tensor {n}": each for n, each in enumerate(tensors)}, [group], "join_replicas()")
         self.comm = Communicator(group, self.device)
         self.members = sorted({rank for ranks in all_gather_objects(self.members, [group]) for rank in ranks})
-        for tensor in (*model.parameters(), *model.buffers()):
-            local = local_of(tensor)
-            carried = local.contiguous()
-            # send bytes, as backends do not support every dtype
-            broadcast_over([group], carried.view(-1).view(torch.uint8), mesh)
-            if carried is not local:
-                local.copy_(carried)
+        broadcast_values([local_of(each) for each in (*model.parameters(), *model.buffers())], mesh)
 
     def bind(self, model: nn.Module, mesh: DeviceMesh | None) -> None:
         """Serve ``model`` from now on. A collective: all replicas take the first one's weights and buffers.
@@ -228,7 +214,11 @@ class ReplicaSync(ABC):
                 "exchange something once per step: make one optimizer with several parameter groups, or call "
                 "yafsdp_cc.synchronize_replicas(model) before another one takes over"
             )
-        self.check(optimizer)
+        if isinstance(optimizer, _REFUSED):
+            raise ValueError(
+                f"{type(self).__name__} needs an optimizer of torch.optim that treats each element by itself (AdamW, "
+                f"SGD, ...); {name} does not. Leave sync out, or choose another optimizer"
+            )
         self._in_use = optimizer
         if self.optimizer is optimizer:
             return
@@ -342,47 +332,6 @@ def _sync_of(optimizer: Optimizer) -> ReplicaSync | None:
     return next((sync for sync in chain(trained, left_out) if sync is not None), None)
 
 
-def step_on(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
-    """Run the optimizer's own step on those of these parameters that have a ``.grad``, without hooks."""
-    chosen = set(parameters)
-    groups = optimizer.param_groups
-    optimizer.param_groups = [{**each, "params": [p for p in each["params"] if p in chosen]} for each in groups]
-    try:
-        with torch.no_grad():
-            inspect.unwrap(type(optimizer).step)(optimizer)
-    finally:
-        optimizer.param_groups = groups
-
-
-def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return the present settings of each parameter group: learning rates and the like."""
-    return [
-        {
-            name: value.clone() if isinstance(value, Tensor) else value
-            for name, value in group.items()
-            if name != "params"
-        }
-        for group in optimizer.param_groups
-    ]
-
-
-@contextmanager
-def with_settings(optimizer: Optimizer, settings: Sequence[Mapping[str, Any]]) -> Iterator[None]:
-    """Use ``settings`` in the parameter groups inside the block."""
-    before = [dict(group) for group in optimizer.param_groups]  # shallow: schedulers write to these very tensors
-    set_settings(optimizer, settings)
-    try:
-        yield
-    finally:
-        set_settings(optimizer, before)
-
-
-def set_settings(optimizer: Optimizer, settings: Sequence[Mapping[str, Any]]) -> None:
-    """Set ``settings`` in parameter groups; groups added since are unchanged."""
-    for group, values in zip(optimizer.param_groups, settings, strict=False):
-        group.update(values)
-
-
 def tensors_of(model: nn.Module) -> list[str]:
     """Describe each parameter and buffer in order: replicas compare the descriptions."""
     trained = {name for name, each in model.named_parameters() if each.requires_grad}
@@ -409,6 +358,13 @@ def check_steps(world: int, counts: Sequence[float], made: int, others: str = ""
 
 
 # Local tensors -----------------------------------------------------------------------------------------------------
+
+
+def sum_over(comm: Communicator, tensor: Tensor) -> None:
+    """Sum ``tensor`` over the ranks of ``comm``, in place, and wait for the sum."""
+    for work in comm.all_reduce(tensor, async_op=False):
+        work.wait()
+
 
 _RUN = 1 << 22
 """Elements of optimizer state that are copied or averaged at a time."""
@@ -454,20 +410,18 @@ class LocalBuffer:
 
     Args:
         align: elements that each part begins at a multiple of; gaps are zero.
+        device: device of the buffer; None: that of the tensors.
     """
 
-    def __init__(self, like: Sequence[Tensor], align: int = 1) -> None:
-        self.align, self._shapes = align, [each.shape for each in like]
-        self._padded_sizes = [-(-each.numel() // align) * align for each in like]
-        self.data = torch.zeros(sum(self._padded_sizes), dtype=torch.float32, device=like[0].device)
+    def __init__(self, like: Sequence[Tensor], align: int = 1, device: torch.device | None = None) -> None:
+        self.align, self._layout = align, Layout.of([each.shape for each in like], 1, align)
+        self.data = torch.zeros(self._layout.numel, dtype=torch.float32, device=device or like[0].device)
         self.views = self.split(self.data)
-        parts = zip(self.data.split(self._padded_sizes), self.views, strict=True)
-        self._paddings = [part[view.numel() :] for part, view in parts if view.numel() < part.numel()]
+        self._paddings = [self.data[start:end] for start, end in self._layout.gaps]
 
     def split(self, data: Tensor) -> list[Tensor]:
         """Return each tensor's part of a buffer of this layout."""
-        parts = zip(data.split(self._padded_sizes), self._shapes, strict=True)
-        return [part[: shape.numel()].view(shape) for part, shape in parts]
+        return [data[each.offset : each.end].view(each.shape) for each in self._layout.extents]
 
     def zero_padding(self) -> None:
         """Zero the gaps between parts, which decoding may have set: codecs of few bits have no level for zero."""
@@ -476,7 +430,7 @@ class LocalBuffer:
 
     def counts(self) -> Tensor:
         """Return the number of elements in each block of ``align``, gaps left out, [1, blocks] int32."""
-        sizes = [shape.numel() for shape in self._shapes]
+        sizes = [each.numel for each in self._layout.extents]
         found = [min(self.align, size - start) for size in sizes for start in range(0, size, self.align)]
         return torch.tensor([found], dtype=torch.int32, device="cpu").to(self.data.device)
 

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from yafsdp_cc.compression.codec import BLOCK, codec_of
 from yafsdp_cc.compression.error_feedback import Residual, decode, encode
-from yafsdp_cc.ranks.checks import check_settings
+from yafsdp_cc.ranks.checks import all_gather_objects, check_settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -197,9 +197,7 @@ class ParameterServer:
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's part of a checkpoint, which includes all earlier pushes of any rank. A collective."""
         self._check_open()
-        pushes = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in self._weights]
-        dist.all_gather(pushes, torch.tensor([self._pushes], device="cpu"), self._group)
-        clocks = [int(each) for each in pushes]
+        clocks = all_gather_objects(self._pushes, [self._group])
         with self._changed:
             done = self._changed.wait_for(lambda: self.shard.clocks == clocks, self._timeout.total_seconds())
             if not done or self._failure:
@@ -250,7 +248,6 @@ class ParameterServer:
             raise RuntimeError("this ParameterServer is closed: call pull, push and state_dict before its block ends")
 
     def _start(self, operation: Callable[..., Any], tensor: Tensor, peer: int, tag: int) -> tuple[int, Any]:
-        """Start to send or receive."""
         with self._naming(peer):
             return peer, operation(tensor, peer, self._group, tag=tag)
 
