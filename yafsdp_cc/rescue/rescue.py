@@ -44,7 +44,7 @@ from yafsdp_cc.fsdp2.module import ShardedModule, require_state
 from yafsdp_cc.ranks.checks import all_gather_objects
 from yafsdp_cc.replicas.sync import local_of, refuse_sync
 from yafsdp_cc.rescue.memory import MEMORY, folder_of_run
-from yafsdp_cc.rescue.nodes import LostError, Nodes, Transfer, fetch, transfer
+from yafsdp_cc.rescue.nodes import LostError, Nodes, Transfer, fetch, files_in, transfer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -180,6 +180,8 @@ class Rescue:
         if self._nodes.is_first:
             self._remove_all_but(snapshot)
         all_gather_objects(None, ranks.back)
+        if snapshot and len(self._nodes.members) > 1:
+            self._started, self._job = steps, self._thread.submit(self._copy_again, snapshot)
         if self._nodes.rank == 0 and (source or lost):
             again = f"; steps {steps + 1} to {lost} are made again" if lost > steps else ""
             _say(f"going on {source or 'from the beginning'}{again}")
@@ -341,6 +343,20 @@ class Rescue:
         if self._nodes.is_first:
             files.write(folder / f"{METADATA}.part", found[0][1])
             os.replace(folder / f"{METADATA}.part", folder / METADATA)
+
+    def _copy_again(self, snapshot: str) -> None:
+        """Copy files of a snapshot that one node alone has to its buddy, so that another node may be lost before the
+        next snapshot; runs in the background thread."""
+        folder, nodes, group = self._folder / snapshot, self._nodes, self._ranks.back
+        found = all_gather_objects(files_in(folder), group)
+        copies = []
+        for name in sorted({name for each in found for name in each}):
+            sources = [rank for rank, each in enumerate(found) if name in each]
+            source = sources[len(copies) % len(sources)]  # ranks of a node share the work
+            buddy = nodes.buddy_of(source)
+            if buddy is not None and {nodes.of[each] for each in sources} == {nodes.of[source]}:
+                copies.append(Transfer(name, found[source][name], source, buddy))
+        transfer(copies, folder, group, self._let_training_go_first)
 
     def _whole_snapshots(self) -> list[str]:
         return [each.parent.name for each in self._folder.glob(f"step-*/{METADATA}")]

@@ -66,6 +66,8 @@ class CustomReduceScatter(ReduceScatter):
         group: the ranks of the shard, an argument of the call.
     """
 
+    defers = False
+
     def __init__(self, flat: FlatParam, comm: fsdp2.ReduceScatter, group: dist.ProcessGroup) -> None:
         self._flat, self._comm, self._group = flat, comm, group
         self._scale = sum_scale(flat.reduce_dtype, group.size())
