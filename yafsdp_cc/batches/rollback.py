@@ -139,7 +139,7 @@ class BatchRollback:
 
     def _save_object(self, thing: Any) -> None:
         """Save the state of compression in ``thing``: a tensor, a container or an object of ``_COMPRESSION``."""
-        kind = _kind_of(type(thing))
+        kind = _kind_of(thing.__class__)
         if kind is Tensor:
             self._save_tensor(thing)
         elif kind is list:

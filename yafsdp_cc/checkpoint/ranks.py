@@ -56,8 +56,8 @@ def ranks_of(model: nn.Module, *, beside: bool = False) -> Ranks:
     def group(use: str, timeout: timedelta) -> Group:
         return (group_once(world, (use, *members), partial(new_group, members, timeout, "gloo")),)
 
-    back = group("beside", patience) if beside else group("back", max(patience, default_pg_timeout))
-    return Ranks(group("front", patience), back)
+    front = group("front", patience)  # made first: its time-out, the shorter one, tells of ranks that do not come
+    return Ranks(front, group("beside", patience) if beside else group("back", max(patience, default_pg_timeout)))
 
 
 def check_arguments(call: str, path: object, model: object) -> None:

@@ -350,7 +350,7 @@ class Rescue:
         next snapshot; runs in the background thread."""
         folder, nodes, group = self._folder / snapshot, self._nodes, self._ranks.back
         found = all_gather_objects(files_in(folder), group)
-        copies = []
+        copies: list[Transfer] = []
         for name in sorted({name for each in found for name in each}):
             sources = [rank for rank, each in enumerate(found) if name in each]
             source = sources[len(copies) % len(sources)]  # ranks of a node share the work
