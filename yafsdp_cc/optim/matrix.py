@@ -447,4 +447,6 @@ def _redivided(
 def _parts_for(tensor: Tensor, bounds: Sequence[int], others: Sequence[int], rank: int) -> Sequence[Tensor]:
     """Return views of ``tensor``, the range of ``rank`` by ``bounds``: its elements in each range of ``others``."""
     first, last = bounds[rank], bounds[rank + 1]
-    return tensor.split([max(min(last, end) - max(first, start), 0) for start, end in pairwise(others)])
+    sizes = [max(min(last, end) - max(first, start), 0) for start, end in pairwise(others)]
+    parts: Sequence[Tensor] = tensor.split(sizes)
+    return parts
