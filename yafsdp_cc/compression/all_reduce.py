@@ -158,6 +158,11 @@ class CompressedMean:
         self._sent = torch.zeros(self.world, size, dtype=torch.uint8, device=device)
         self._received = torch.zeros_like(self._sent)
 
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that this rank sends to others in one ``average``."""
+        return 2 * (self.world - 1) * self._sent[0].nbytes
+
     @torch.no_grad()
     def average(self, buffer: Tensor) -> None:
         """Overwrite ``buffer`` [numel] fp32 with the compressed mean. A collective."""
