@@ -81,12 +81,12 @@ class Messages:
         """Return the bytes that ``rank`` sends when all others receive its message."""
         return (self._layout.world - 1) * self._sizes[rank]
 
-    def rows(self, messages: Tensor, weights: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Yield for ranks with equal chunks: a chunk's elements, messages [ranks, bytes], weights [ranks, elements]."""
+    def rows(self, messages: Tensor, weights: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield messages [ranks, bytes] and weights [ranks, elements] of ranks with equal chunks."""
         for run in self._layout.runs():
             first, last = self._layout.starts[run.start], self._layout.starts[run.stop]
             sent = messages[self._starts[run.start] : self._starts[run.stop]]
-            yield self._layout.chunks[run.start], sent.view(len(run), -1), weights[first:last].view(len(run), -1)
+            yield sent.view(len(run), -1), weights[first:last].view(len(run), -1)
 
 
 class RoundedAllGather(ExactAllGather):
@@ -127,7 +127,7 @@ class RoundedAllGather(ExactAllGather):
 
     def finish(self, output: Tensor, scratch: Tensor | None) -> None:
         if scratch is not None and self._rounds:
-            for _, messages, weights in self._messages.rows(scratch, output):
+            for messages, weights in self._messages.rows(scratch, output):
                 error_feedback.decode(self._codec, messages, weights)
 
 
@@ -160,12 +160,7 @@ class DeltaAllGather(ExactAllGather):
         self._resumed: tuple[Tensor, int] | None = None
         """Kept weights of a checkpoint [chunk] and their version, gathered before the next delta; else None."""
         self._sends_delta = False
-        layout, rank = flat.layout, flat.rank
-        begin, chunk = layout.starts[rank], layout.chunks[rank]
-        spans = ((max(first - begin, 0), last - begin) for first, last in layout.gaps)
-        self._gaps = [(first, min(last, chunk)) for first, last in spans if first < min(last, chunk)]
-        """Ranges of padding within this rank's chunk, where the encoded difference is zero."""
-        self._counts = counts_of(layout, codec.block, flat.device, range(rank, rank + 1))
+        self._counts = counts_of(flat.layout, codec.block, flat.device, range(flat.rank, flat.rank + 1))
 
     def bind(self, context: CommContext) -> None:
         super().bind(context)
@@ -195,7 +190,7 @@ class DeltaAllGather(ExactAllGather):
 
     def start(self, output: Tensor, held: int | None, scratch: Tensor | None, async_op: bool) -> Works:
         works: list[dist.Work] = []
-        sent, has_resumed = 0, False
+        has_resumed, self.sent_bytes = False, 0
         if scratch is not None and self._resumed is not None:
             own, version = self._resumed
             self._resumed = None
@@ -205,18 +200,13 @@ class DeltaAllGather(ExactAllGather):
                     own.record_stream(torch.cuda.current_stream(own.device))
                 chunks = self.flat.layout.uneven_chunks
                 works += comm.all_gather(output, comm.own_chunk(output, chunks).copy_(own), async_op, chunks)
-                sent = (comm.world - 1) * own.nbytes
+                self.sent_bytes = (comm.world - 1) * own.nbytes
                 self.context.record("kept weights", self.flat.name)
         is_behind = held != self.flat.version
         self._sends_delta = scratch is not None and is_behind and held is not None and self._can_start_from(held)
         if scratch is not None and self._sends_delta:
-            works += self._send_delta(output, scratch, async_op)
-        elif not has_resumed:
-            return super().start(output, held, scratch, async_op)
-        else:
-            self.sent_bytes = 0
-        self.sent_bytes += sent
-        return works
+            return [*works, *self._send_delta(output, scratch, async_op)]
+        return works if has_resumed else super().start(output, held, scratch, async_op)
 
     def stepped(self, before: int, after: int) -> None:
         self.steps.add(before, after)
@@ -237,9 +227,10 @@ class DeltaAllGather(ExactAllGather):
             difference = room.take(_DIFFERENCE, count, torch.float32)
             self.flat.read(difference, start)
             difference.sub_(self._in_fp32(kept.narrow(0, start, count)))
-            for first, last in self._gaps:
-                if first < start + count and last > start:
-                    difference[max(first - start, 0) : last - start].zero_()
+            place = self.flat.layout.starts[self.flat.rank] + start
+            for first, last in self.flat.layout.gaps:
+                if first < place + count and last > place:
+                    difference[max(first - place, 0) : last - place].zero_()
             counts = None if self._counts is None else self._counts.narrow(1, start // block, count // block)
             part = message.narrow(0, offset, size).unsqueeze(0)
             error_feedback.encode(self._codec, difference.unsqueeze(0), part, counts=counts)
@@ -248,14 +239,14 @@ class DeltaAllGather(ExactAllGather):
                 share = sum(each[1] for each in measured) / kept.numel()
                 error.add(difference - decoded[0], difference, decoded[0], share=share)
         self.context.record("delta", self.flat.name)
-        self.sent_bytes = self._messages.sent_bytes(comm.rank)
+        self.sent_bytes += self._messages.sent_bytes(comm.rank)
         return comm.all_gather(scratch, message, async_op, self._messages.uneven)
 
     def finish(self, output: Tensor, scratch: Tensor | None) -> None:
         if scratch is None or not self._sends_delta:
             return
-        for chunk, messages, weights in self._messages.rows(scratch, output):
-            for start, count, offset, size in self._parts(chunk):
+        for messages, weights in self._messages.rows(scratch, output):
+            for start, count, offset, size in self._parts(weights.shape[1]):
                 kept = weights.narrow(1, start, count)
                 decoded = self.context.scratch.take(_DIFFERENCE, kept.numel(), torch.float32).view(kept.shape)
                 error_feedback.decode(self._codec, messages.narrow(1, offset, size), decoded)

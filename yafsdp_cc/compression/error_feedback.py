@@ -109,11 +109,6 @@ class Residual(NamedTuple):
         """Return a view of the residual of ``chunks``."""
         return self.span(chunks.before, *chunks.values.shape)
 
-    def columns(self, first: int, last: int) -> Residual:
-        """Return a view of elements ``first`` to ``last`` of each message, whole blocks."""
-        blocks = slice(first // self.block, last // self.block)
-        return Residual(self.values[:, first:last], self.scales[:, blocks], self.block)
-
     def load(self) -> Tensor:
         """Return a copy of the residual in fp32."""
         if self.values.dtype != torch.int8:
@@ -332,17 +327,13 @@ class CompressionError:
         Of more than ``SAMPLES`` parts a fixed sample is decoded, scaled up to all: each part takes a kernel launch, and
         there are as many messages as ranks.
         """
-        n, block = residual.values.shape[1], residual.block
+        n = residual.values.shape[1]
         step = n if ops_for(messages.device, codec) is None else min(PART, n)
         parts = [(row, start, min(start + step, n)) for row in range(len(messages)) for start in range(0, n, step)]
         count = max(1, SAMPLES * PART // max(step, PART))  # without native kernels a part is a whole message
         if len(parts) > count:
             parts = [parts[int((place + self._shift) * len(parts) / count)] for place in range(count)]
-        taken = [residual.rows(row, row + 1).columns(start, end) for row, start, end in parts]
-        left = Residual(
-            torch.cat([each.values for each in taken], 1), torch.cat([each.scales for each in taken], 1), block
-        )
-        lost = left.load()[0]
+        lost = torch.cat([residual.span(row * n + start, 1, end - start).load()[0] for row, start, end in parts])
         decoded = torch.empty_like(lost)
         sizes = [end - start for _, start, end in parts]
         for (row, start, _), part in zip(parts, decoded.split(sizes), strict=True):
@@ -468,7 +459,7 @@ def other_chunks(buffer: Tensor, layout: Layout, rank: int) -> list[PeerChunks]:
     """
     block = layout.numel // max(buffer.numel(), 1)
     found = []
-    for run in layout.known_runs.get(rank) or layout.runs(without=rank):
+    for run in layout.runs(without=rank):
         first, last = layout.starts[run.start] // block, layout.starts[run.stop] // block
         before = first - (layout.chunks[rank] // block if run.start > rank else 0)
         found.append(PeerChunks(run, buffer[first:last].view(len(run), -1), before))
@@ -531,12 +522,7 @@ def _load() -> str:
         torch.ops.load_library(LIBRARY)
     except OSError as error:
         return f"the native extension cannot be loaded ({error}); {_BUILD}"
-    missing = [name for name in OPERATORS if not hasattr(torch.ops.yafsdp_cc, name)]
-    if "encode" not in missing and "added" not in str(torch.ops.yafsdp_cc.encode.default._schema):
-        missing.append("encode with EF21")
-    if not hasattr(ctypes.CDLL(str(LIBRARY)), "yafsdp_cc_cuda_lacks"):
-        missing.append("yafsdp_cc_cuda_lacks")
-    if missing:
+    if missing := [name for name in OPERATORS if not hasattr(torch.ops.yafsdp_cc, name)]:
         return f"{LIBRARY} is of an older source, without {', '.join(missing)}; {_BUILD}"
     for name in OPERATORS:
         torch.library.register_fake(f"yafsdp_cc::{name}", lambda *_: None)  # these operators return nothing

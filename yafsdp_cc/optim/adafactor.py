@@ -58,11 +58,14 @@ class Adafactor(torch.optim.Adafactor):
             for parameter in group["params"]
             if parameter.grad is not None
         ]
-        found = _summed(members, [member.squares() for member in members])
+        found = [member.squares() for member in members]
+        _sum_over_ranks(members, found)
         for member, squares in zip(members, found, strict=True):
             member.track(squares)
         norms = _numbers([squares[:1] for squares in found])
-        updates = _numbers(_summed(members, [_square_sum(member.update()) for member in members]))
+        of_updates = [_square_sum(member.update()) for member in members]
+        _sum_over_ranks(members, of_updates)
+        updates = _numbers(of_updates)
         for member, norm, update in zip(members, norms, updates, strict=True):
             member.apply(norm, update)
         return loss
@@ -107,8 +110,7 @@ class _Member:
         self.gradient = grad_of(parameter)
         if group["maximize"]:
             self.gradient = -self.gradient
-        self.is_matrix = len(self.spec.shape) > 1
-        self.block = _Block.of(self.spec) if self.is_matrix else None
+        self.block = _Block.of(self.spec) if len(self.spec.shape) > 1 else None
         eps = group["eps"][0]
         self.eps = torch.finfo(parameter.dtype).eps if eps is None else eps
 
@@ -118,13 +120,14 @@ class _Member:
         if self.block is not None:
             shape = self.spec.shape
             rows, columns = self.gradient.new_zeros(shape[:-1]), self.gradient.new_zeros((*shape[:-2], shape[-1]))
-            block = self.block.padded(self.gradient)
+            block, touched = self.block.padded(self.gradient), self.block.touched
+            of_rows, of_columns = (torch.linalg.vector_norm(block, dim=dim).square_() for dim in (-1, -2))
             if self.block.is_of_rows:
-                rows.view(-1)[self.block.touched] = torch.linalg.vector_norm(block, dim=1).square_()
-                columns.view(-1)[:] = torch.linalg.vector_norm(block, dim=0).square_()
+                rows.view(-1)[touched] = of_rows
+                columns.view(-1)[:] = of_columns
             else:
-                rows.view(-1, shape[-2])[self.block.touched] = torch.linalg.vector_norm(block, dim=2).square_()
-                columns.view(-1, shape[-1])[self.block.touched] = torch.linalg.vector_norm(block, dim=1).square_()
+                rows.view(-1, shape[-2])[touched] = of_rows
+                columns.view(-1, shape[-1])[touched] = of_columns
             parts += [self._in_whole(rows.unsqueeze(-1), -1), self._in_whole(columns.unsqueeze(-2), -2)]
         return torch.cat([part.reshape(-1) for part in parts])
 
@@ -152,7 +155,7 @@ class _Member:
         """Update the second moment by ``squares``, summed over all ranks."""
         self.state["step"] += 1
         taken = float(self.state["step"]) ** self.group["beta2_decay"]
-        if self.is_matrix:
+        if self.block is not None:
             row_var, col_var = self.state["row_var"], self.state["col_var"]
             rows, columns = squares[1:].split([row_var.numel(), col_var.numel()])
             row_var.lerp_(rows.view_as(row_var) / self.spec.global_shape[-1], taken)
@@ -239,21 +242,18 @@ def _square_sum(local: Tensor) -> Tensor:
     return squares
 
 
-def _summed(members: Sequence[_Member], found: Sequence[Tensor]) -> list[Tensor]:
-    """Return the sums over ranks of the ``found`` tensors of each parameter: one all-reduce for all of a mesh."""
-    alike: defaultdict[Any, list[int]] = defaultdict(list)
-    for place, (member, values) in enumerate(zip(members, found, strict=True)):
-        alike[member.summand.across, values.device, values.dtype].append(place)
-    sums = list(found)
-    for ((mesh, groups), *_), places in alike.items():
-        counted = [
-            found[place] if members[place].summand.counts else torch.zeros_like(found[place]) for place in places
-        ]
-        total = torch.cat(counted)
+def _sum_over_ranks(members: Sequence[_Member], found: Sequence[Tensor]) -> None:
+    """Sum the tensor found for each parameter over ranks, in place: one all-reduce for all of a mesh."""
+    alike: defaultdict[Any, list[Tensor]] = defaultdict(list)
+    for member, values in zip(members, found, strict=True):
+        if not member.summand.counts:  # another rank counts the same elements
+            values.zero_()
+        alike[member.summand.across, values.device, values.dtype].append(values)
+    for ((mesh, groups), *_), parts in alike.items():
+        total = torch.cat(parts)
         all_reduce_over(groups, total, dist.ReduceOp.SUM, mesh)
-        for place, part in zip(places, total.split([len(part) for part in counted]), strict=True):
-            sums[place] = part
-    return sums
+        for part, summed in zip(parts, total.split([len(part) for part in parts]), strict=True):
+            part.copy_(summed)
 
 
 def _numbers(values: Sequence[Tensor]) -> list[float]:

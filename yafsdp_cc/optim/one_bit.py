@@ -264,13 +264,12 @@ class OneBitOptimizer(Optimizer):
         buffer: the next forward finds the weights on their way.
         """
         left = {id(parameter): parameter for parameter in self._parameters}
-        params = [_fsdp_param(parameter) for parameter in self._parameters]
         taken: set[int] = set()
-        states = [*dict.fromkeys(engine_of(param) for param in params if param is not None)]
+        engines = (engine_of(param) for param in map(_fsdp_param, self._parameters) if param is not None)
+        states = dict.fromkeys(state for state in engines if state is not None)
         # before the first group's step: a subclass may change the weights of all groups in it
-        before = {flat: flat.version for state in states if state is not None for flat in state.flats}
+        before = {flat: flat.version for state in states for flat in state.flats}
         for state in states:
-            assert state is not None
             # a forward enters the root's own group first, which is the last in module order
             for group in sorted(state.groups, key=lambda group: group is not state.root_group):
                 own = [id(param.parameter) for param in group.params]
@@ -339,10 +338,9 @@ class OneBitOptimizer(Optimizer):
 
     @property
     def decay(self) -> tuple[float, float]:
-        """(beta, share): decay of the momentum in residuals, and the share of a gradient that enters it.
+        """The schedule's ``beta`` and ``share``; (0, 1) in the gradient form, in which residuals are no momentum.
 
-        The share is 1 - beta for an average and 1 for a sum; the gradient form, which has no such momentum, returns (0,
-        1). Read before each forward, as a scheduler or a loaded state may change it.
+        Read before each forward, as a scheduler or a loaded state may change it.
         """
         if self.form == "gradient":
             return 0.0, 1.0
@@ -386,14 +384,14 @@ class OneBitOptimizer(Optimizer):
 
     def _check_compression(self, schedule: CompressionSchedule, state: FSDPState, beta: float) -> None:
         config, name = schedule.config, type(self).__name__
-        if schedule.controller is not None and schedule.controller() is not None:
+        if schedule.controller is not None:
             gc.collect()  # frees a deleted optimizer, which forms a reference cycle with its scheduler
-        if schedule.controller is not None and (other := schedule.controller()) is not None:
-            raise ValueError(
-                f"the model has a {type(other).__name__} already, which sets when its gradients are encoded, and a "
-                f"second optimizer would take that from it: give one all parameters. To replace it by this {name}, "
-                "delete it first, and what refers to it (del optimizer, scheduler)"
-            )
+            if (other := schedule.controller()) is not None:
+                raise ValueError(
+                    f"the model has a {type(other).__name__} already, which sets when its gradients are encoded, and a "
+                    f"second optimizer would take that from it: give one all parameters. To replace it by this {name}, "
+                    "delete it first, and what refers to it (del optimizer, scheduler)"
+                )
         if AUTO in config.named:
             raise ValueError(
                 f"{name} sets when sums are encoded, and with compression='auto' the speed of the network does: name a "
