@@ -279,7 +279,7 @@ class CompressedStage(PipelineStage):
             if info.buffer.shape != shape or not info.buffer.is_contiguous():
                 info.buffer = torch.empty(shape, dtype=info.tensor_meta.dtype, device=self.device)
             values = info.buffer.detach()
-            with span("decode", f"stage {sender} {direction}").of(message.numel()):
+            with span("decode", f"stage {sender} {direction}", message.numel()):
                 if (cache := self._cache_of(direction, "input", values.dtype)) is None:
                     self._encoding(direction, sender, chunk, values.dtype).decode(message, values)
                 else:
@@ -302,7 +302,7 @@ class CompressedStage(PipelineStage):
             # a schedule may send the message later, so each one has memory of its own
             message = torch.empty(size, dtype=torch.uint8, device=self.device)
             name = f"{direction} {self.stage_index} {place} {self.steps} {chunk}"
-            with span("encode", f"stage {self.stage_index} {direction}").of(size):
+            with span("encode", f"stage {self.stage_index} {direction}", size):
                 if (cache := self._cache_of(direction, "output", values.dtype)) is None:
                     encoding = self._encoding(direction, self.stage_index, chunk, values.dtype)
                     encoding.encode(values, message, self._sender(direction, place), zlib.crc32(name.encode()))
