@@ -27,8 +27,9 @@ from yafsdp_cc import api
 from yafsdp_cc.config import RUN
 from yafsdp_cc.optim import OneBitAdam
 from yafsdp_cc.sharding.assembly import current_state, state_of
-from yafsdp_cc.tools.cli.capture import Recording
+from yafsdp_cc.tools.cli.capture import Recording, synchronize
 from yafsdp_cc.tools.metrics import peak_memory
+from yafsdp_cc.tools.netlab.links import UNSHAPED, Links
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -101,7 +102,7 @@ class Trial:
         self._sent = 0
         self._peak = 0
         if self._is_first and asked.bandwidth:
-            self._set_bandwidth("unshaped")
+            Links.here().set_bandwidth(UNSHAPED)
         self._replace_settings()
         self._replace_functions()
         register_optimizer_step_post_hook(self._after_step)
@@ -194,16 +195,17 @@ class Trial:
             if len(self._losses) >= self._asked.steps or late:
                 self._peak = peak_memory()
                 if self._asked.bandwidth:
-                    self._set_bandwidth(self._asked.bandwidth)
+                    Links.here().set_bandwidth(self._asked.bandwidth)
                 self._recording = Recording(True, 1, 1, self._asked.folder)
-                self._recording.before_step(1)
             return
         if not self._last:
             self._recording.after_step(optimizer)
             self._sent = self._sent_bytes()
-        else:
-            self._timed.append(self._now() - self._last)
-        self._last = self._now()
+        synchronize()
+        now = time.perf_counter()
+        if self._last:
+            self._timed.append(now - self._last)
+        self._last = now
         if self._timed and self._last_step() == sys.maxsize:
             late = time.time() + self._timed[-1] > self._ends
             if late or len(self._timed) >= self._asked.timed - 1:
@@ -215,16 +217,6 @@ class Trial:
             return int((self._folder / "last").read_text())
         except FileNotFoundError:
             return sys.maxsize
-
-    def _now(self) -> float:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        return time.perf_counter()
-
-    def _set_bandwidth(self, bandwidth: str) -> None:
-        from yafsdp_cc.tools.netlab.links import Links
-
-        Links.here().set_bandwidth(bandwidth)
 
     def _end(self) -> NoReturn:
         """End this process once all ranks have come here: what the script does at its end is not part of the trial."""
