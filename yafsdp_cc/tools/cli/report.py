@@ -24,18 +24,14 @@ TRACES = (".json", ".json.gz", ".sqlite", ".nsys-rep")
 
 def main(argv: list[str]) -> int:
     """Print the tables and write the page; return 1 if a file cannot be read."""
-    parser = argparse.ArgumentParser(
-        prog="yafsdp-cc report", description=ABOUT, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(prog="yafsdp-cc report", description=ABOUT)
     parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="folders of runs or traces, or files")
     parser.add_argument("--output", "-o", type=Path, default=Path("report.html"), help="the page (%(default)s)")
     asked = parser.parse_args(argv)
     if not asked.output.absolute().parent.is_dir():
         parser.error(f"--output {asked.output}: there is no such folder")
 
-    from yafsdp_cc.tools.report import (
-        page,  # only after the flags are checked: importing pydantic takes a tenth of a second
-    )
+    from yafsdp_cc.tools.report import page  # only after the flags are checked: importing pydantic takes time
 
     try:
         files = list({file.resolve(): file for path in asked.paths for file in _files(path)}.values())
