@@ -92,8 +92,19 @@ class PlannedCommunication:
     """Bytes among those of the gathers that come from secondary shards, and stay among the ranks that share one."""
 
     @property
+    def sent(self) -> dict[str, int]:
+        """Bytes by name of the collective."""
+        return {
+            "gather, forward": self.gather_forward,
+            "gather, backward": self.gather_backward,
+            "reduce": self.reduce,
+            "replicated": self.replicated,
+            "replicas": self.replicas,
+        }
+
+    @property
     def total(self) -> int:
-        return self.gather_forward + self.gather_backward + self.reduce + self.replicated + self.replicas
+        return sum(self.sent.values())
 
 
 @dataclass(frozen=True)
@@ -234,8 +245,7 @@ class Plan:
 
     def __str__(self) -> str:
         ranks = f"{self.world} rank" + "s" * (self.world != 1) + f", {self.replicas} times" * (self.replicas > 1)
-        sent = asdict(self.communication)
-        secondary = sent.pop("secondary")
+        sent, secondary = self.communication.sent, self.communication.secondary
         if self.replicas == 1:
             del sent["replicas"]
         optimizer = f"An AdamW optimizer would add {human(self.adamw_bytes)} ({self.adamw_bytes:,} bytes)"
@@ -328,7 +338,7 @@ def _buffer_rows(buffers: Sequence[PlannedBuffers]) -> Iterator[Row]:
 def _byte_rows(title: str, sizes: Mapping[str, int]) -> Iterator[Row]:
     yield title, "", "bytes"
     for name, size in {**sizes, "total": sum(sizes.values())}.items():
-        yield f"  {name.replace('_', ', ')}", human(size), f"{size:,}"
+        yield f"  {name}", human(size), f"{size:,}"
 
 
 def _choice_rows(choices: Sequence[PlannedChoice]) -> Iterator[Row]:

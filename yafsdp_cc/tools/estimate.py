@@ -184,15 +184,11 @@ def _from_factory(name: str) -> Subject:
             f"({where.filename}:{where.lineno}). Name a function without arguments that returns a model, such as "
             "def small(): return Net(width=8)"
         ) from error
-    model, loss = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    is_pair = isinstance(made, tuple) and len(made) == 2
+    model, loss = made if is_pair else (made, None)
     if not isinstance(model, nn.Module):
         raise ValueError(f"{name!r} returns a {type(model).__name__}: return a model, or a model and a function of it")
-    return Subject(lambda: _first(factory()), loss)
-
-
-def _first(made: Any) -> nn.Module:
-    model: nn.Module = made[0] if isinstance(made, tuple) else made
-    return model
+    return Subject((lambda: factory()[0]) if is_pair else factory, loss)
 
 
 def _from_config(name: str, batch: int, sequence: int) -> Subject:
@@ -243,7 +239,7 @@ def _tokens(vocabulary: int, batch: int, length: int) -> Tensor:
     return torch.randint(vocabulary, (batch, length), device="cpu")
 
 
-def _give_fake_memory(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
+def _give_fake_memory(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     """Replace tensors on the meta device by fake ones of the CPU; cast parameters if there is a ``dtype``."""
     made: dict[Tensor, Tensor] = {}
     for module in model.modules():
@@ -359,7 +355,7 @@ def _run(
         forward = _by_name(flops, model)
         for parameter in model.parameters():
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(_let_go)
+                parameter.register_post_accumulate_grad_hook(lambda each: setattr(each, "grad", None))
         loss.backward()
         del loss
     peak = _total(tracker.get_tracker_snapshot("peak")) - before
@@ -401,10 +397,6 @@ def _count_repeated(blocks: list[nn.Module], flops: FlopCounterMode) -> Iterator
             handles.enter_context(block.register_forward_pre_hook(enter))
             handles.enter_context(block.register_forward_hook(leave))
         yield repeated
-
-
-def _let_go(parameter: nn.Parameter) -> None:
-    parameter.grad = None
 
 
 def _total(snapshot: dict[torch.device, dict[str, int]]) -> int:
