@@ -29,9 +29,7 @@ fails, its last lines and its traceback come last. Under srun with one task per 
 
 def main(argv: list[str]) -> int:
     """Run the script on all ranks of this node; return its exit status."""
-    ours = argparse.ArgumentParser(
-        "yafsdp-cc launch", USAGE, ABOUT, add_help=False, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    ours = argparse.ArgumentParser("yafsdp-cc launch", USAGE, ABOUT, add_help=False)
     ours.add_argument("-c", "--config", metavar="FILE", help="settings of the run; yafsdp-cc config writes one")
     setting = "one of its settings, such as shard.zero_stage=2; as often as needed"
     ours.add_argument("--set", metavar="NAME=VALUE", action="append", default=[], help=setting)
@@ -46,15 +44,8 @@ def main(argv: list[str]) -> int:
 
     from yafsdp_cc.tools.cli import elastic, forks
 
-    base = torchrun.get_args_parser()
-    parser = argparse.ArgumentParser(
-        ours.prog,
-        USAGE,
-        ABOUT,
-        parents=[ours, base],
-        conflict_handler="resolve",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parents = [ours, torchrun.get_args_parser()]
+    parser = argparse.ArgumentParser(ours.prog, USAGE, ABOUT, parents=parents, conflict_handler="resolve")
     defaults = vars(parser.parse_args(["script"]))  # torchrun's options from PET_... variables
     if "PET_MASTER_PORT" not in os.environ:
         defaults["master_port"] = None  # torch before 2.13 has 29500, as if that had been asked for
@@ -85,12 +76,13 @@ def main(argv: list[str]) -> int:
     if options.bandwidth is None:
         return elastic.run(options, parser, folder, title)
     from yafsdp_cc.tools.netlab import Lab, Unavailable
+    from yafsdp_cc.tools.netlab.links import VARIABLE
 
     if options.no_python or options.run_path or options.nnodes not in ("1", "1:1"):
         parser.error("--bandwidth is for a Python script on this machine alone")
     try:
         with Lab(ranks, options.bandwidth) as lab:
-            os.environ["YAFSDP_CC_JOIN"] = ",".join(map(str, (lab.links.keeper, *lab.links.descriptors)))
+            os.environ["YAFSDP_CC_JOIN"] = lab.links.variables(0)[VARIABLE]
             return elastic.run(options, parser, folder, title)
     except ValueError as error:
         parser.error(f"--bandwidth: {error}")

@@ -22,20 +22,13 @@ def main(argv: list[str]) -> int:
         prog="yafsdp-cc profile",
         usage="%(prog)s [flags below] [torchrun's flags] script.py ...",
         description=ABOUT,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("--tool", choices=["kineto", "nsys"], default="kineto", help="what records (%(default)s)")
-    parser.add_argument(
-        "--steps", type=_steps, default=(4, 6), metavar="FIRST:LAST", help="optimizer steps, from 1 on (4:6)"
-    )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=Path("profile"),
-        metavar="FOLDER",
-        help="of a trace for each rank, in place of those there (%(default)s)",
-    )
+    steps = "optimizer steps, from 1 on (4:6)"
+    parser.add_argument("--steps", type=_steps, default=(4, 6), metavar="FIRST:LAST", help=steps)
+    output = "of a trace for each rank, in place of those there (%(default)s)"
+    parser.add_argument("--output", type=Path, default=Path("profile"), metavar="FOLDER", help=output)
     parser.add_argument("--trace", default="cuda,nvtx", help="what nsys traces (%(default)s); osrt: also system calls")
     asked, rest = own_flags(parser, argv)
 
