@@ -113,14 +113,7 @@ def bars(
 def timeline(
     title: str, most: float, colours: Mapping[str, int], lanes: Mapping[str, Mapping[str, Sequence[Span]]]
 ) -> str:
-    """Draw the spans of each lane on a time axis.
-
-    Args:
-        title: title of the picture.
-        most: end of the axis in milliseconds.
-        colours: colours of the kinds of work.
-        lanes: spans in milliseconds, by lane and kind.
-    """
+    """Draw the spans of each lane by kind of work, in milliseconds, on a time axis that ends at ``most``."""
     left = 150
     wide, height = WIDE - left - 16, TOP + ROW * len(lanes) + BOTTOM
     drawn = _axis(left, wide, height, most, "milliseconds", 12)

@@ -30,10 +30,12 @@ Figure: TypeAlias = Annotated[float, Field(ge=-1e300, le=1e300)] | None
 """A figure of a table; None is a number that was not finite."""
 
 
-class Start(BaseModel):
-    """The first line of a run, or of a run that resumes it, as far as a report uses it."""
-
+class _Line(BaseModel):
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+
+class Start(_Line):
+    """The first line of a run, or of a run that resumes it, as far as a report uses it."""
 
     event: Literal["start"]
     first_step: Count = 0
@@ -43,10 +45,8 @@ class Start(BaseModel):
     planned_bytes: Figure = None
 
 
-class Record(BaseModel):
+class Record(_Line):
     """A line about steps, a validation or the end, as far as a report uses it."""
-
-    model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
     event: Literal["step", "eval", "end"]
     step: Count
@@ -275,21 +275,14 @@ def trace_tables(found: Overlap) -> dict[str, Rows]:
         return f"{sum(each.lost_us for each in kernels) / steps:,.3f}"
 
     if found.slowdown is not None:
-        named = [
-            [_plain(each.name), str(each.beside), f"{each.alone_us:,.1f}", f"{each.beside_us:,.1f}", lost(each)]
-            for each in found.slowed[:8]
-        ]
-        rest = (
-            [[f"{len(found.slowed) - 8} other kernels", "", "", "", lost(*found.slowed[8:])]]
-            if found.slowed[8:]
-            else []
-        )
-        rows = [*named, *rest, ["all of them", "", "", "", lost(*found.slowed)]]
-        head = ["kernel", "beside", "µs alone", "µs beside", "ms lost/step"]
-        tables[f"All kernels that ran both ways: {found.slowdown:.2f} times as long beside communication"] = [
-            head,
-            *rows,
-        ]
+        rows = [["kernel", "beside", "µs alone", "µs beside", "ms lost/step"]]
+        for each in found.slowed[:8]:
+            times = f"{each.alone_us:,.1f}", f"{each.beside_us:,.1f}"
+            rows.append([_plain(each.name), str(each.beside), *times, lost(each)])
+        if others := found.slowed[8:]:
+            rows.append([f"{len(others)} other kernels", "", "", "", lost(*others)])
+        rows.append(["all of them", "", "", "", lost(*found.slowed)])
+        tables[f"All kernels that ran both ways: {found.slowdown:.2f} times as long beside communication"] = rows
     if found.on_communication_lanes:
         rows = [[_plain(name), f"{time / steps:,.3f}"] for name, time in list(found.on_communication_lanes.items())[:8]]
         tables["On the streams that communicate, beside it"] = [["kernel", "ms/step"], *rows]
@@ -302,12 +295,9 @@ def trace_section(found: Overlap) -> str:
     step = (trace.end - trace.start) / trace.steps
     lanes: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for each in sorted(trace.activities, key=lambda each: each.lane):
-        if each.start < trace.start + step:
-            span = (
-                (max(each.start, trace.start) - trace.start) / 1e3,
-                (min(each.end, trace.start + step) - trace.start) / 1e3,
-            )
-            lanes.setdefault(each.lane, {}).setdefault(each.kind, []).append(span)
+        begin, end = max(each.start - trace.start, 0.0), min(each.end - trace.start, step)
+        if begin < step:
+            lanes.setdefault(each.lane, {}).setdefault(each.kind, []).append((begin / 1e3, end / 1e3))
     gap = step / 1e3 / 2000  # ms: a picture cannot show smaller gaps between spans
     drawn = {name: {kind: joined(spans, gap) for kind, spans in lane.items()} for name, lane in lanes.items()}
     shown = (f"<div><h3>{escape(title)}</h3>{table_html(rows)}</div>" for title, rows in trace_tables(found).items())
