@@ -144,7 +144,6 @@ def _again_bytes(flat: FlatParam) -> int:
 
 
 def _communication(state: FSDPState, traffic: Collection[PlannedTraffic]) -> PlannedCommunication:
-    """Return the sums of the bytes that one step sends."""
     again = (flat for group in regathered(state) for flat in group.flats)
     replicas = state.context.replicas
     return PlannedCommunication(
@@ -158,7 +157,6 @@ def _communication(state: FSDPState, traffic: Collection[PlannedTraffic]) -> Pla
 
 
 def _host(state: FSDPState) -> PlannedHost:
-    """Return the bytes of offloaded shards."""
     flats = [flat for flat in state.flats if isinstance(flat, HostFlatParam)]
     replicated = [flat for flat in state.replicated.flats if isinstance(flat, HostReplicatedFlatParam)]
     params = [param for flat in flats for param in flat.params]

@@ -206,7 +206,6 @@ class Metrics:
         return self._counters("gathered_bytes", "reduced_bytes")
 
     def _memory(self) -> dict[str, int]:
-        """Return the peak of held bytes, the engine's own bytes, and the number of overflow buffers."""
         return {"peak_memory_bytes": peak_memory(), **self._counters("owned_bytes", "overflow_buffers")}
 
     def _counters(self, *names: str) -> dict[str, int]:
@@ -268,7 +267,6 @@ class _StepClock:
         return {f"{name}_s": total / steps for name, total in found.items()}
 
     def close(self) -> None:
-        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 
@@ -296,7 +294,6 @@ def _imported(option: str, module: str) -> Any:
 
 
 def _show(total: int | None, values: dict[str, Any]) -> None:
-    """Print a line for a report."""
     if values["event"] not in ("step", "eval"):
         return
     shown = [f"step {values['step']:4}{f'/{total}' if total else ''}"]

@@ -64,14 +64,7 @@ _PATIENCE = 3
 
 
 def run(options: argparse.Namespace, parser: argparse.ArgumentParser, folder: Path, title: str) -> int:
-    """Run the ranks of this node with parsed flags; return the exit status.
-
-    Args:
-        options: of torchrun's command line.
-        parser: reports errors in the options.
-        folder: existing folder for logs.
-        title: title of the run, for the logs.
-    """
+    """Run the ranks of this node with torchrun's ``options``, with logs in ``folder``; return the exit status."""
     # flight-recorder files, written after a time-out by NCCL's process groups themselves, and by the runner for gloo's
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     if "TORCH_NCCL_DEBUG_INFO_TEMP_FILE" not in os.environ:  # older name of TORCH_FR_DUMP_TEMP_FILE
@@ -115,7 +108,6 @@ class _Job(NamedTuple):
 def _torch_config(
     options: argparse.Namespace, parser: argparse.ArgumentParser
 ) -> tuple[LaunchConfig, Callable[..., object] | str, list[str]]:
-    """Return torch's own form of the options."""
     if options.standalone or (
         options.rdzv_backend == "static"
         and options.nnodes in ("1", "1:1")
@@ -155,8 +147,6 @@ def _launch(
     arguments: list[str],
     parser: argparse.ArgumentParser,
 ) -> int:
-    """Run the ranks until they end; return the exit status."""
-
     class Agent(LocalElasticAgent):
         """torch's agent, which also reports failures before restarts; torch's own reports only the last ones."""
 

@@ -65,13 +65,7 @@ def _traces(folder: Path) -> list[Path]:
 
 
 def nsys_arguments(argv: list[str], folder: Path, trace: str) -> list[str]:
-    """Return arguments of ``launch`` that run each rank under ``nsys``, one report for each.
-
-    Args:
-        argv: torchrun's flags, the script and its arguments.
-        folder: folder for the reports.
-        trace: APIs to trace, as nsys names them.
-    """
+    """Return arguments of ``launch`` that run each rank under ``nsys``, which writes a report of each to ``folder``."""
     from torch.distributed import run as torchrun
 
     options = torchrun.get_args_parser().parse_args(argv)
