@@ -12,16 +12,17 @@ import resource
 import time
 import warnings
 from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from importlib import import_module
 from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from yafsdp_cc.api import counters_of, plan_of
@@ -29,11 +30,6 @@ from yafsdp_cc.engine.spec import spec_of
 from yafsdp_cc.fsdp2.module import require_state
 from yafsdp_cc.ranks.checks import refused_together
 from yafsdp_cc.sharding.assembly import state_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-
-    from torch import nn
 
 FILE = "metrics.jsonl"
 

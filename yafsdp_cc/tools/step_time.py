@@ -11,12 +11,10 @@ exposed.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple, TypeAlias
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from yafsdp_cc.plan.report import Plan
+from yafsdp_cc.plan.report import Plan
 
 Kind: TypeAlias = Literal["forward", "backward", "all_gather", "reduce", "all_reduce"]
 

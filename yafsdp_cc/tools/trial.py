@@ -12,10 +12,11 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from statistics import mean
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -30,9 +31,6 @@ from yafsdp_cc.sharding.assembly import current_state, state_of
 from yafsdp_cc.tools.cli.capture import Recording, synchronize
 from yafsdp_cc.tools.metrics import peak_memory
 from yafsdp_cc.tools.netlab.links import UNSHAPED, Links
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 LOSS_SHARE = 0.6
 """Share of a run's time after which the steps for the loss end, made or not."""

@@ -13,15 +13,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest import mock
 
+from yafsdp_cc.config import CONFIG, RUN, Settings, read, to_environment
+from yafsdp_cc.plan.report import PlannedCommunication, human
+from yafsdp_cc.table import table
 from yafsdp_cc.tools.cli.demo import positive
 from yafsdp_cc.tools.netlab.links import BITS, quantity
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from yafsdp_cc.config import Settings
     from yafsdp_cc.plan import Plan
-    from yafsdp_cc.plan.report import PlannedCommunication
     from yafsdp_cc.tools.estimate import Activations, Probe
     from yafsdp_cc.tools.step_time import StepTime
 
@@ -107,8 +108,6 @@ def main(argv: list[str]) -> int:
     if "" not in sys.path:
         sys.path.insert(0, "")  # so that module:factory is found in the working folder, as by python -m
     gc.disable()  # the garbage collector would scan hundreds of thousands of new objects, few of which are freed
-    from yafsdp_cc.config import RUN, to_environment
-
     try:
         settings = _settings(flags, asked)
         # ``shard`` takes what it is not given from this variable, as in a run that ``launch`` has started
@@ -182,8 +181,6 @@ def _check(flags: argparse.ArgumentParser, asked: argparse.Namespace) -> None:
 
 def _settings(flags: argparse.ArgumentParser, asked: argparse.Namespace) -> Settings:
     """Read the run file, which flags overrule, and complete the numbers of ranks from it."""
-    from yafsdp_cc.config import CONFIG, read
-
     given = {name: getattr(asked, flag) for flag, names in FROM_FLAGS.items() for name in names}
     if given["precision.param"] is None and asked.config is None and CONFIG not in os.environ:
         given |= dict.fromkeys(FROM_FLAGS["precision"], "bf16")
@@ -228,7 +225,6 @@ def _row(
     found: Probe | None,
     doubled: Activations | None,
 ) -> Row:
-    from yafsdp_cc.plan.report import human
     from yafsdp_cc.tools.estimate import headroom_of, plan_over, room_in
 
     shards = ranks // asked.replicas
@@ -327,9 +323,6 @@ def _assumed(asked: argparse.Namespace, plan: Plan, checkpointed: int, blocks: i
 
 
 def _text(rows: list[Row]) -> str:
-    from yafsdp_cc.plan.report import human
-    from yafsdp_cc.table import table
-
     plan, empty = rows[0].plan, [""] * len(rows)
     lines = [f"{plan.elements:,} parameters in {plan.parameters:,} tensors and {len(plan.units)} units", "", "assumed"]
     lines += [f"  {name:<12}{told}" for name, told in rows[0].assumed.items()]

@@ -17,14 +17,12 @@ import sys
 import threading
 from contextlib import suppress
 from multiprocessing import forkserver, reduction
-from typing import TYPE_CHECKING, Any, cast
+from multiprocessing.connection import Connection
+from typing import Any, cast
 
 import torch
 from torch.distributed.elastic.multiprocessing import api
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
-
-if TYPE_CHECKING:
-    from multiprocessing.connection import Connection
 
 _RUNNER = "yafsdp_cc.tools.cli.runner"
 

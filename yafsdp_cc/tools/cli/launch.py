@@ -9,13 +9,11 @@ import argparse
 import logging
 import os
 import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from yafsdp_cc.config import Settings
+from yafsdp_cc.config import RUN, SET, Settings, mistake_in, read, to_environment
 
 # these loggers warn of passed-on signals and failed processes, which the launcher reports once at the end
 REPEATED_BY_US = ("torch.distributed.elastic.agent.server.api", "torch.distributed.elastic.multiprocessing.api")
@@ -93,7 +91,6 @@ def main(argv: list[str]) -> int:
 def _settings(parser: argparse.ArgumentParser, given: Mapping[str, Any]) -> Settings:
     """Read the settings of run file, environment and command line; pass those of the engine on to the ranks."""
     from yafsdp_cc.compression.config import compression_of_run
-    from yafsdp_cc.config import RUN, read, to_environment
 
     try:
         settings = read(given.get("config"), given["set"])
@@ -109,8 +106,6 @@ def _by_precedence(
     defaults: Mapping[str, Any], given: Mapping[str, Any], settings: Settings, slurm: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return torchrun's options, from the command line, else the environment, else the run file, else the defaults."""
-    from yafsdp_cc.config import SET
-
     of: dict[str, dict[str, Any]] = {"--set": {}, SET: {}, "file": {}}
     for name, one in settings.items():
         section, _, option = name.partition(".")
@@ -147,8 +142,6 @@ def _from_slurm(parser: argparse.ArgumentParser) -> dict[str, Any]:
 
 def _check(parser: argparse.ArgumentParser, options: argparse.Namespace, ranks_of: Callable[[str], int]) -> int:
     """Report errors once that every rank would report by a traceback; return the number of ranks on this node."""
-    from yafsdp_cc.config import mistake_in
-
     if not (options.module or options.no_python) and not Path(options.training_script).is_file():
         parser.error(f"no such script: {options.training_script}")
     try:

@@ -9,14 +9,11 @@ import selectors
 import sys
 import threading
 import time
+from collections.abc import Collection
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest
-
-if TYPE_CHECKING:
-    from collections.abc import Collection
-    from pathlib import Path
 
 LOG = "YAFSDP_CC_LOG"
 """Environment variable with the path of a rank's log, for output that must not appear on the console."""

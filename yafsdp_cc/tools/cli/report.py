@@ -11,6 +11,7 @@ from datetime import datetime
 from pathlib import Path
 
 from yafsdp_cc.table import table
+from yafsdp_cc.tools.report import page
 from yafsdp_cc.tools.report.overlap import measure
 from yafsdp_cc.tools.report.trace import UnreadableError, read
 
@@ -30,9 +31,6 @@ def main(argv: list[str]) -> int:
     asked = parser.parse_args(argv)
     if not asked.output.absolute().parent.is_dir():
         parser.error(f"--output {asked.output}: there is no such folder")
-
-    from yafsdp_cc.tools.report import page  # only after the flags are checked: importing pydantic takes time
-
     try:
         files = list({file.resolve(): file for path in asked.paths for file in _files(path)}.values())
         runs = [page.read_run(file) for file in files if file.suffix == ".jsonl"]

@@ -14,21 +14,19 @@ import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from math import nan
 from pathlib import Path
 from statistics import mean, median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from yafsdp_cc.table import table
 from yafsdp_cc.tools.cli.demo import positive
 from yafsdp_cc.tools.cli.profile import own_flags
 from yafsdp_cc.tools.report.overlap import measure
 from yafsdp_cc.tools.report.trace import read
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "fsdp2": {},

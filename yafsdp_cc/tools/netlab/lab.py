@@ -12,20 +12,16 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, Pipe, wait
-from typing import TYPE_CHECKING, Any, NoReturn
+from multiprocessing.context import ForkProcess
+from typing import Any, NoReturn
 
 from yafsdp_cc.tools.netlab import namespaces
 from yafsdp_cc.tools.netlab.keeper import keep
-from yafsdp_cc.tools.netlab.links import UNSHAPED, LabError, Links, Unavailable, bits_per_second
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from multiprocessing.context import ForkProcess
-
-    from yafsdp_cc.tools.netlab.links import Traffic
+from yafsdp_cc.tools.netlab.links import UNSHAPED, LabError, Links, Traffic, Unavailable, bits_per_second
 
 MOST_RANKS = 250
 START = 30.0

@@ -5,14 +5,11 @@ Colours are classes ``c0`` to ``c8`` (grey) of the page's style sheet, so that t
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from math import ceil, floor, log10
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-    from yafsdp_cc.tools.report.overlap import Span
+from yafsdp_cc.tools.report.overlap import Span
 
 WIDTH, WIDE, HEIGHT, LEFT, RIGHT, BOTTOM, TOP, ROW = 480, 1440, 230, 74, 28, 40, 10, 30
 MOST_POINTS = 300

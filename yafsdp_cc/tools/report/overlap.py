@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from statistics import mean
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
-from yafsdp_cc.tools.report.trace import COMMUNICATION
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from yafsdp_cc.tools.report.trace import Activity, Trace
+from yafsdp_cc.tools.report.trace import COMMUNICATION, Activity, Trace
 
 NOT_COMPUTED = (*COMMUNICATION, "copy")
 """Kinds of work that do not hide communication, such as a copy of the next batch."""

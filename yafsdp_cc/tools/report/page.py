@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Sequence
 from html import escape
 from importlib.resources import files
 from math import nan
+from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeAlias, get_args
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from yafsdp_cc.tools.report import charts
-from yafsdp_cc.tools.report.overlap import Shared, joined
+from yafsdp_cc.tools.report.overlap import Overlap, Shared, Slowed, joined
 from yafsdp_cc.tools.report.trace import COMMUNICATION, Kind, UnreadableError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-    from pathlib import Path
-
-    from yafsdp_cc.tools.report.overlap import Overlap, Slowed
 
 Rows = list[list[str]]
 """A table; the first row is its head, the first column has names."""

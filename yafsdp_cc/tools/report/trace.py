@@ -13,12 +13,10 @@ import re
 import sqlite3
 import zlib
 from collections import defaultdict
+from collections.abc import Hashable, Iterable
 from contextlib import closing
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
-
-if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable
-    from pathlib import Path
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 Kind = Literal["compute", "optimizer", "encode", "decode", "all-gather", "reduce", "other communication", "copy"]
 COMMUNICATION: tuple[Kind, ...] = ("all-gather", "reduce", "other communication")
