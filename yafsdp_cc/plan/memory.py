@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from typing import TYPE_CHECKING
+from collections.abc import Collection
 
+import torch
 import torch.distributed as dist
 
+from yafsdp_cc.engine.param import FlatParam, FSDPParam
+from yafsdp_cc.engine.param_group import ParamGroup
+from yafsdp_cc.engine.spec import Role
+from yafsdp_cc.engine.state import FSDPState
 from yafsdp_cc.forms.extensions import forward_dtype
 from yafsdp_cc.forms.offload import HostFlatParam, HostReplicatedFlatParam
 from yafsdp_cc.forms.subclasses import nbytes_of
@@ -24,16 +29,6 @@ from yafsdp_cc.plan.report import (
 )
 from yafsdp_cc.sharding.ownership import newton_schulz_flops
 from yafsdp_cc.sharding.secondary import SecondaryAllGather
-
-if TYPE_CHECKING:
-    from collections.abc import Collection
-
-    import torch
-
-    from yafsdp_cc.engine.param import FlatParam, FSDPParam
-    from yafsdp_cc.engine.param_group import ParamGroup
-    from yafsdp_cc.engine.spec import Role
-    from yafsdp_cc.engine.state import FSDPState
 
 
 def plan_for(state: FSDPState) -> Plan:

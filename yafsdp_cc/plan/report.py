@@ -94,13 +94,7 @@ class PlannedCommunication:
     @property
     def sent(self) -> dict[str, int]:
         """Bytes by name of the collective."""
-        return {
-            "gather, forward": self.gather_forward,
-            "gather, backward": self.gather_backward,
-            "reduce": self.reduce,
-            "replicated": self.replicated,
-            "replicas": self.replicas,
-        }
+        return {name.replace("_", ", "): size for name, size in asdict(self).items() if name != "secondary"}
 
     @property
     def total(self) -> int:

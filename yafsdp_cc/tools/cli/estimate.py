@@ -8,23 +8,21 @@ import gc
 import json
 import os
 import sys
+from collections.abc import Callable, Mapping
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest import mock
 
 from yafsdp_cc.config import CONFIG, RUN, Settings, read, to_environment
-from yafsdp_cc.plan.report import PlannedCommunication, human
+from yafsdp_cc.plan.report import Plan, PlannedCommunication, human
 from yafsdp_cc.table import table
 from yafsdp_cc.tools.cli.demo import positive
 from yafsdp_cc.tools.netlab.links import BITS, quantity
+from yafsdp_cc.tools.step_time import Link, StepTime, events_of, step_time
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from yafsdp_cc.plan import Plan
     from yafsdp_cc.tools.estimate import Activations, Probe
-    from yafsdp_cc.tools.step_time import StepTime
 
 ABOUT = """\
 Tells what one rank holds and sends, and how long a step takes, from the model's plan and one forward and backward on
@@ -265,7 +263,6 @@ def _row(
 def _timed(row: Row, found: Probe, asked: argparse.Namespace, replan: Callable[..., Plan]) -> Row:
     """Return the row with the times of a step, and answers that follow from them."""
     from yafsdp_cc.compression import Compression
-    from yafsdp_cc.tools.step_time import Link, events_of, step_time
 
     moved = 2 * (row.plan.parameter_shard_bytes + row.optimizer) + row.plan.gradient_shard_bytes
     updating = moved / asked.memory_rate if asked.memory_rate else 0.0
