@@ -321,10 +321,7 @@ def _dtype_rows(dtypes: Sequence[PlannedDtypes]) -> Iterator[Row]:
 def _buffer_rows(buffers: Sequence[PlannedBuffers]) -> Iterator[Row]:
     yield "buffers", "weights", "gradients", "bytes"
     for each in buffers:
-        sizes = [
-            (each.weight_buffers, each.weight_buffer_bytes),
-            (each.gradient_buffers, each.gradient_buffer_bytes),
-        ]
+        sizes = [(each.weight_buffers, each.weight_buffer_bytes), (each.gradient_buffers, each.gradient_buffer_bytes)]
         cells = (f"{count} x {human(size)}" if count else "none" for count, size in sizes)
         yield each.role, *cells, f"{sum(count * size for count, size in sizes):,}"
 
@@ -343,11 +340,9 @@ def _choice_rows(choices: Sequence[PlannedChoice]) -> Iterator[Row]:
 
 def _owner_rows(owners: Sequence[PlannedOwner]) -> Iterator[Row]:
     yield "owner of whole matrices", "matrices", "elements", "of the mean", "Newton-Schulz FLOPs", "of the mean"
-    sizes, work = ([getattr(each, name) for each in owners] for name in ("elements", "newton_schulz_flops"))
+    mean_elements = sum(owner.elements for owner in owners) / len(owners) or 1
+    mean_flops = sum(owner.newton_schulz_flops for owner in owners) / len(owners) or 1
     for owner in owners:
-        shares = (
-            f"{value * len(owners) / max(sum(all_of_them), 1):.0%}"
-            for value, all_of_them in ((owner.elements, sizes), (owner.newton_schulz_flops, work))
-        )
-        counts = f"{owner.elements:,}", next(shares), f"{owner.newton_schulz_flops:,}", next(shares)
-        yield f"  rank {owner.rank}", f"{len(owner.matrices):,}", *counts
+        size = f"{owner.elements:,}", f"{owner.elements / mean_elements:.0%}"
+        work = f"{owner.newton_schulz_flops:,}", f"{owner.newton_schulz_flops / mean_flops:.0%}"
+        yield f"  rank {owner.rank}", f"{len(owner.matrices):,}", *size, *work
