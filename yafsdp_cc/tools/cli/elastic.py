@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
+from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
 from types import FrameType
@@ -70,18 +71,17 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser, folder: Pa
         options.tee = "3"  # torch's own log files, and the console: ranks of --run-path open their files themselves
     with tempfile.TemporaryDirectory(prefix="yafsdp-cc-") as errors:
         options.log_dir = str(folder) if by_torch else errors
-        config, command, arguments = _torch_config(options, parser)
+        config, launch = _torch_config(options, parser)
         logs = None
         if not by_torch:
-            shown = (
-                {int(rank) for rank in options.local_ranks_filter.split(",")} if options.local_ranks_filter else None
-            )
+            chosen = options.local_ranks_filter
+            shown = {int(rank) for rank in chosen.split(",")} if chosen else None
             config.logs_specs = logs = RankLogs(folder, errors, shown, title)
         job = _Job(folder, logs, "" if config.max_nodes == 1 else " on this node", time.time())
         place = config.rdzv_endpoint
         memory, status = RunMemory(options.name, "" if place == ALONE else f"{config.run_id}-{place}"), 1
         try:
-            status = _launch(job, config, command, arguments, parser)
+            status = _launch(job, launch, parser)
             return status
         except SignalException as stopped:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # ignore Ctrl-C: the launcher is ending
@@ -103,7 +103,8 @@ class _Job(NamedTuple):
 
 def _torch_config(
     options: argparse.Namespace, parser: argparse.ArgumentParser
-) -> tuple[LaunchConfig, Callable[..., object] | str, list[str]]:
+) -> tuple[LaunchConfig, Callable[[], object]]:
+    """Return torch's form of the options, and the function that runs the ranks by it."""
     if options.standalone or (
         options.rdzv_backend == "static"
         and options.nnodes in ("1", "1:1")
@@ -125,7 +126,7 @@ def _torch_config(
     config.rdzv_configs["meets_by"], config.rdzv_backend = config.rdzv_backend, FreshStores.BACKEND
     handled = [name for name in config.signals_to_handle.split(",") if name.strip() != "SIGINT"]
     config.signals_to_handle = ",".join(handled)
-    return config, command, arguments
+    return config, partial(launcher_api.elastic_launch(config, command), *arguments)
 
 
 def _is_here(endpoint: str) -> bool:
@@ -136,13 +137,7 @@ def _is_here(endpoint: str) -> bool:
     return False
 
 
-def _launch(
-    job: _Job,
-    config: LaunchConfig,
-    command: Callable[..., object] | str,
-    arguments: list[str],
-    parser: argparse.ArgumentParser,
-) -> int:
+def _launch(job: _Job, launch: Callable[[], object], parser: argparse.ArgumentParser) -> int:
     class Agent(LocalElasticAgent):
         """torch's agent, which also reports failures before restarts; torch's own reports only the last ones."""
 
@@ -158,7 +153,7 @@ def _launch(
     try:
         # ``elastic_launch`` takes the agent class from this attribute, and from no argument
         setattr(launcher_api, "LocalElasticAgent", Agent)  # noqa: B010  (mypy forbids the assignment)
-        launcher_api.elastic_launch(config, command)(*arguments)
+        launch()
     except ChildFailedError as failed:
         return _report(job, failed.failures)
     except argparse.ArgumentError as error:
