@@ -118,14 +118,13 @@ class Trial:
         os.environ[RUN] = json.dumps(kept | {name: (value, "yafsdp-cc try") for name, value in chosen.items()})
 
     def _replace_functions(self) -> None:
-        patched: Any = api  # mypy forbids assignments to functions of modules
-        ours, theirs = api.fully_shard, fsdp.fully_shard
-        chosen = theirs if self._asked.by_torch else ours
-        patched.shard = self._watched(api.shard, "shard")
-        patched.fully_shard = self._watched(chosen, "fully_shard")
+        chosen = fsdp.fully_shard if self._asked.by_torch else api.fully_shard
+        vars(api)["shard"] = self._watched(api.shard, "shard")
+        vars(api)["fully_shard"] = self._watched(chosen, "fully_shard")
+        of_torch = self._watched(chosen, "fully_shard", "torch")
         for name in ("torch.distributed.fsdp", "torch.distributed._composable.fsdp"):
             if name in sys.modules:
-                vars(sys.modules[name])["fully_shard"] = self._watched(chosen, "fully_shard", "torch")
+                vars(sys.modules[name])["fully_shard"] = of_torch
         backward, clip = torch.autograd.backward, nn.utils.clip_grad_norm_
 
         @functools.wraps(backward)

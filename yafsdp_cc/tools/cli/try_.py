@@ -7,7 +7,6 @@ turns, so that a machine that slows down slows all of them; a time is the median
 from __future__ import annotations
 
 import argparse
-import gzip
 import json
 import os
 import shlex
@@ -26,7 +25,7 @@ from yafsdp_cc.table import table
 from yafsdp_cc.tools.cli.demo import positive
 from yafsdp_cc.tools.cli.profile import own_flags
 from yafsdp_cc.tools.report.overlap import measure
-from yafsdp_cc.tools.report.trace import read
+from yafsdp_cc.tools.report.trace import read, read_events
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "fsdp2": {},
@@ -258,8 +257,7 @@ class _Trials:
 
 def sent_in(trace: Path, ranks: int) -> int:
     """Return the bytes that a rank of torch's FSDP2 sends in a recorded step, by the shapes of its collectives."""
-    with gzip.open(trace, "rt") as file:
-        events = json.load(file)["traceEvents"]
+    events = read_events(trace)
     # gloo sums for a reduce-scatter by an all-reduce, which sends twice as much
     by_gloo = any(each.get("name") == "gloo:all_reduce" for each in events)
     times = {"c10d::_allgather_base_": 1, "c10d::_reduce_scatter_base_": 2 if by_gloo else 1}

@@ -111,12 +111,18 @@ def _read(path: Path) -> Trace:
 # Where a trace comes from --------------------------------------------------------------------------------------------
 
 
-def _read_kineto(path: Path) -> tuple[list[_Launch], list[_Range]]:
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """Return the events of a trace of Kineto, as its file has them."""
     with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
         found = json.load(file)
-    if not isinstance(found, dict) or not isinstance(found.get("traceEvents"), list):
+    events = found.get("traceEvents") if isinstance(found, dict) else None
+    if not isinstance(events, list):
         raise UnreadableError(f'{path}: no "traceEvents" in it: not a trace that torch.profiler has exported')
-    events = [each for each in found["traceEvents"] if each.get("ph") == "X" and "dur" in each]
+    return events
+
+
+def _read_kineto(path: Path) -> tuple[list[_Launch], list[_Range]]:
+    events = [each for each in read_events(path) if each.get("ph") == "X" and "dur" in each]
     on_host = [each for each in events if each.get("cat") in ("cpu_op", "user_annotation")]
     on_gpu = [each for each in events if each.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     ranges = [_Range(each["ts"], each["ts"] + each["dur"], each["name"], each["tid"]) for each in on_host]
