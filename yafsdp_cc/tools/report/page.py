@@ -83,6 +83,10 @@ class Run(NamedTuple):
         values = [y for _, y in self.curve(key)]
         return median(values[1:] or values) if values else None
 
+    def parts(self) -> dict[str, float]:
+        """Return the usual seconds of the parts of a step that are known, by name."""
+        return {each: self.usual(f"{each}_s") or 0.0 for each in ("forward", "backward", "optimizer")}
+
     def last(self, key: str) -> Any:
         """Return the last value of a key, NaN if it was not finite; None if there is none."""
         for each in (*reversed(self.records), self.start):
@@ -136,9 +140,6 @@ def read_run(path: Path) -> Run:
 # Runs ----------------------------------------------------------------------------------------------------------------
 
 
-PARTS = ("forward", "backward", "optimizer")
-
-
 def run_table(runs: Sequence[Run]) -> Rows:
     """Return the figures of runs, a row for each."""
     megabytes = ["MB sent/step", "MB owned", "MB planned", "MB at most"]
@@ -147,6 +148,7 @@ def run_table(runs: Sequence[Run]) -> Rows:
     def row(run: Run) -> list[str]:
         step, sent = run.usual("s_per_step"), [run.usual(f"{each}_bytes_per_step") for each in ("gathered", "reduced")]
         losses = run.last("loss"), run.last("val_loss")
+        held = map(run.last, ("owned_bytes", "planned_bytes", "peak_memory_bytes"))
         return [
             run.name,
             _cell(run.last("ranks")),
@@ -155,10 +157,7 @@ def run_table(runs: Sequence[Run]) -> Rows:
             _cell(run.usual("tokens_per_s"), ",.0f"),
             _cell(step and 1e3 * step, ",.1f"),
             _cell(None if None in sent else sum(each or 0 for each in sent) / 1e6, ",.2f"),
-            *(
-                _cell(value and value / 1e6, ",.1f")
-                for value in map(run.last, ("owned_bytes", "planned_bytes", "peak_memory_bytes"))
-            ),
+            *(_cell(value and value / 1e6, ",.1f") for value in held),
         ]
 
     return [head, *map(row, runs)]
@@ -167,8 +166,7 @@ def run_table(runs: Sequence[Run]) -> Rows:
 def run_verdict(runs: Sequence[Run]) -> list[str]:
     """Return what differs between runs, the largest ratio first; of one run, what takes most of its step."""
     if len(runs) == 1:
-        run, step = runs[0], runs[0].usual("s_per_step")
-        parts = {each: run.usual(f"{each}_s") or 0.0 for each in PARTS}
+        run, step, parts = runs[0], runs[0].usual("s_per_step"), runs[0].parts()
         if not step or not any(parts.values()):
             return []
         most = max(parts, key=lambda name: parts[name])
@@ -207,14 +205,15 @@ def run_section(runs: Sequence[Run]) -> str:
     def curves(key: str, **how: Any) -> dict[str, list[tuple[float, float]]]:
         return {run.name: run.curve(key, **how) for run in runs}  # also without points: each run has one colour
 
-    def parts(run: Run) -> dict[str, float]:
-        found = {each: 1e3 * (run.usual(f"{each}_s") or 0.0) for each in PARTS}
-        return found | {"other": max(0.0, 1e3 * (run.usual("s_per_step") or 0.0) - sum(found.values()))}
+    def times(run: Run) -> dict[str, float]:
+        parts = run.parts()
+        parts["other"] = max(0.0, (run.usual("s_per_step") or 0.0) - sum(parts.values()))
+        return {name: 1e3 * seconds for name, seconds in parts.items()}
 
-    def megabytes(run: Run, **keys: str) -> dict[str, float]:
-        return {name: (run.usual(key) or run.last(key) or 0) / 1e6 for name, key in keys.items()}
+    def sent(run: Run) -> dict[str, float]:
+        sizes = {"weights": run.usual("gathered_bytes_per_step"), "gradients": run.usual("reduced_bytes_per_step")}
+        return {name: (size or 0) / 1e6 for name, size in sizes.items()}
 
-    sent = {"weights": "gathered_bytes_per_step", "gradients": "reduced_bytes_per_step"}
     held = {"planned": "planned_bytes", "owned": "owned_bytes", "in use at most": "peak_memory_bytes"}
     memory = {
         f"{run.name}, {name}": {name: run.last(key) / 1e6}
@@ -229,8 +228,8 @@ def run_section(runs: Sequence[Run]) -> str:
         charts.lines("Loss against wall-clock", "minutes", "loss", curves("loss", **seconds)),
         charts.lines("Validation loss against wall-clock", "minutes", "loss", curves("val_loss", **seconds)),
         charts.lines("Speed", "steps", "tokens/s", curves("tokens_per_s"), from_zero=True),
-        charts.bars("Time of a step (median)", "milliseconds", {run.name: parts(run) for run in runs}),
-        charts.bars("Sent by a rank in a step (median)", "MB", {run.name: megabytes(run, **sent) for run in runs}),
+        charts.bars("Time of a step (median)", "milliseconds", {run.name: times(run) for run in runs}),
+        charts.bars("Sent by a rank in a step (median)", "MB", {run.name: sent(run) for run in runs}),
         charts.bars("Memory of a rank against the plan", "MB", memory),
     )
     plans = "".join(
