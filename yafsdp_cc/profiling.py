@@ -1,6 +1,6 @@
 """Named ranges around what the engine does, for Nsight Systems (NVTX) and ``torch.profiler`` (Kineto).
 
-A ``Span`` is made once per kind and unit, before training, with all attributes that a tool needs. Opening it costs a
+A ``Span`` is made once per kind, unit and number of bytes, with all attributes that a tool needs. Opening it costs a
 few checks while no tool records. Ranges are handles, not a stack: a forward that ends by an exception (the early stop
 of non-reentrant checkpointing does) never closes its range, and a gather outlives the code that started it.
 
@@ -14,7 +14,6 @@ Clipping is a plain torch function, so the loop marks it::
 from __future__ import annotations
 
 from functools import cache
-from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -63,23 +62,15 @@ class Span:
     ``byte_count`` is the NVTX payload, and in Kineto a keyword argument shown under ``record_shapes=True``.
     """
 
-    __slots__ = ("_attributes", "_bytes", "_entered", "_kind", "_name", "_sizes", "title")
+    __slots__ = ("_attributes", "_bytes", "_entered", "title")
 
     def __init__(self, kind: Kind, name: str = "", byte_count: int = 0) -> None:
-        self._kind, self._name = kind, name
-        self._sizes: dict[int, Span] = {}
         self.title = f"YaFSDP::{kind} ({name})" if name else f"YaFSDP::{kind}"
         self._bytes = {"bytes": byte_count}
         self._attributes = NVTX_LISTENS and _domain.get_event_attributes(
             message=self.title, color=_COLORS[kind], category=kind, payload=byte_count
         )
         self._entered: list[Handle | None] = []
-
-    def of(self, byte_count: int) -> Span:
-        """Return this range with another number of bytes."""
-        if byte_count not in self._sizes:
-            self._sizes[byte_count] = Span(self._kind, self._name, byte_count)
-        return self._sizes[byte_count]
 
     def start(self) -> Handle | None:
         """Open a range that ``end`` closes elsewhere; None while no tool records.
@@ -108,16 +99,14 @@ class Span:
         self._entered.append(self.start())
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.end(self._entered.pop())
 
 
 @cache
-def span(kind: Kind, name: str = "") -> Span:
-    """Return the span of this kind and name, for a ``with`` in a training loop."""
-    return Span(kind, name)
+def span(kind: Kind, name: str = "", byte_count: int = 0) -> Span:
+    """Return the one ``Span`` with these arguments, for a ``with`` in a training loop."""
+    return Span(kind, name, byte_count)
 
 
 @cache

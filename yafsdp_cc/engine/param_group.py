@@ -27,7 +27,7 @@ from yafsdp_cc.engine.buffers import Buffer, BufferPool
 from yafsdp_cc.engine.param import FSDPParam, UnshardedGrads, UnshardedParams, unsharded_bytes, unsharded_grad_bytes
 from yafsdp_cc.engine.step_state import StepState, transient, unreduced
 from yafsdp_cc.engine.streams import CommHandle
-from yafsdp_cc.profiling import Span
+from yafsdp_cc.profiling import Span, span
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -227,7 +227,6 @@ class ParamGroup(StepState):
         """Whether a module of this group also holds a parameter of the root's group, as tied weights do."""
         self._looks_up = _look_up(spec.modules, self.params)
         self.forward_span, self.backward_span = Span("forward", name), Span("backward", name)
-        self._gather_span, self._reduce_span = Span("gather", name), Span("reduce", name)
         self.forward_prefetch: tuple[ParamGroup, ...] = ()
         """Groups that ``GroupSettings.forward_prefetch`` names."""
         self.backward_prefetch: tuple[ParamGroup, ...] = ()
@@ -406,15 +405,15 @@ class ParamGroup(StepState):
         buffer.used_for = self.name
         buffer.fills += 1
         buffer.filled_in = context.passes
-        span = handle = None
+        gather_span = handle = None
         if context.traces:
-            span = self._gather_span.of(sum(all_gather.planned_bytes() for all_gather, *_ in stale))
-            handle = span.start()
+            gather_span = span("gather", self.name, sum(all_gather.planned_bytes() for all_gather, *_ in stale))
+            handle = gather_span.start()
         completes = any(all_gather.has_finish for all_gather, *_ in stale)
         issue = partial(context.gather_stream.issue, buffer.handle, start, finish if completes else None)
         context.explained(partial(issue, after=buffer.last_use))
-        if span is not None:
-            span.end(handle)
+        if gather_span is not None:
+            gather_span.end(handle)
         buffer.owner, buffer.versions, buffer.expired = self, versions, ()
         context.counters.gathered_bytes += sum(all_gather.sent_bytes for all_gather, *_ in stale)
 
@@ -556,17 +555,18 @@ class ParamGroup(StepState):
         sums = context.replicas is None or context.replicas.sums
         operation = "reduce" if sums else "reduce, not over replicas,"
         context.fingerprint.agree(operation, self.name, self.flats, context.describe)
-        span = handle = None
+        reduce_span = handle = None
         if context.traces:
-            span = self._reduce_span.of(sum(flat.reduce_scatter.planned_bytes() for flat in grads.flats))
-            handle = span.start()
+            planned_bytes = sum(flat.reduce_scatter.planned_bytes() for flat in grads.flats)
+            reduce_span = span("reduce", self.name, planned_bytes)
+            handle = reduce_span.start()
         for flat, whole, written in zip(grads.flats, grads.flat, used, strict=True):
             finish = partial(_complete_reduce, flat, whole, written)
             context.issue_reduce(grads.buffer, partial(flat.reduce_scatter.start, whole), finish)
             context.reduced.append((flat, written))
             context.counters.reduced_bytes += flat.reduce_scatter.sent_bytes
-        if span is not None:
-            span.end(handle)
+        if reduce_span is not None:
+            reduce_span.end(handle)
         for observer in context.observers:
             observer.after_reduce(self.name)
 

@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 
 
 def accept_sharded(accelerator: Accelerator, model: nn.Module) -> Accelerator:
-    """Let ``accelerator`` treat ``model``, which ``yafsdp_cc.shard`` has sharded, as one of FSDP2; returns the same
-    object.
+    """Let ``accelerator`` treat ``model``, which ``yafsdp_cc.shard`` has sharded, as one of FSDP2; return the former.
 
     ``prepare(model, optimizer, ...)`` then wraps nothing, ``save_state`` and ``load_state`` go through
     ``torch.distributed.checkpoint``, and ``get_state_dict`` gathers. An ``fsdp_plugin`` that the accelerator was made

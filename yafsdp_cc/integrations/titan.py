@@ -33,10 +33,9 @@ def parallelize(
             activations that are DTensors, for CUDA graphs on GPUs, or for symmetric-memory collectives.
     """
     for name in ("tp", "cp", "pp", "ep"):
-        if getattr(parallel_dims, name) > 1:
+        if (degree := getattr(parallel_dims, name)) > 1:
             raise NotImplementedError(
-                f"yafsdp_cc shards over dp_shard and replicates over dp_replicate alone, and {name}="
-                f"{getattr(parallel_dims, name)}"
+                f"yafsdp_cc shards over dp_shard and replicates over dp_replicate alone, and {name}={degree}"
             )
     if parallelism.spmd_backend == "full_dtensor":
         raise NotImplementedError(

@@ -276,7 +276,7 @@ class CompressedStage(PipelineStage):
         for info, message, shape, encoding in self._arriving.pop((direction, chunk), ()):
             if info.buffer.shape != shape or not info.buffer.is_contiguous():
                 info.buffer = torch.empty(shape, dtype=info.tensor_meta.dtype, device=self.device)
-            with span("decode", f"stage {sender} {direction}").of(message.numel()):
+            with span("decode", f"stage {sender} {direction}", message.numel()):
                 encoding.decode(message, info.buffer.detach())
 
     @torch.no_grad()
@@ -295,7 +295,7 @@ class CompressedStage(PipelineStage):
             # a schedule may send the message later, so each one has memory of its own
             message = torch.empty(size, dtype=torch.uint8, device=self.device)
             name = f"{direction} {self.stage_index} {place} {self.steps} {chunk}"
-            with span("encode", f"stage {self.stage_index} {direction}").of(size):
+            with span("encode", f"stage {self.stage_index} {direction}", size):
                 encoding.encode(values, message, self._sender(direction, place), zlib.crc32(name.encode()))
             op.tensor = message
             self.sent_bytes[direction] += size

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
+import torch
 import torch.distributed as dist
 
+from yafsdp_cc.engine.param import FlatParam, FSDPParam
+from yafsdp_cc.engine.param_group import ParamGroup
+from yafsdp_cc.engine.spec import Role
+from yafsdp_cc.engine.state import FSDPState
 from yafsdp_cc.forms.extensions import forward_dtype
 from yafsdp_cc.forms.offload import HostFlatParam, HostReplicatedFlatParam
 from yafsdp_cc.forms.subclasses import nbytes_of
@@ -24,16 +29,6 @@ from yafsdp_cc.plan.report import (
 )
 from yafsdp_cc.sharding.ownership import newton_schulz_flops
 from yafsdp_cc.sharding.secondary import SecondaryAllGather
-
-if TYPE_CHECKING:
-    from collections.abc import Collection
-
-    import torch
-
-    from yafsdp_cc.engine.param import FlatParam, FSDPParam
-    from yafsdp_cc.engine.param_group import ParamGroup
-    from yafsdp_cc.engine.spec import Role
-    from yafsdp_cc.engine.state import FSDPState
 
 
 def plan_for(state: FSDPState) -> Plan:
@@ -58,10 +53,10 @@ def plan_for(state: FSDPState) -> Plan:
             elements=sum(param.extent.numel for param in replicated.params),
             bytes=replicated.device_bytes,
         ),
-        communication=_communication(state, traffic.values()),
+        communication=_communication(state, traffic),
         dtypes=_dtypes(state),
         whole_elements=sum(math.prod(param.spec.global_shape) for param in state.params),
-        traffic=tuple(traffic.values()),
+        traffic=traffic,
         parameter_shard_bytes=sum(nbytes_of(flat.sharded) for flat in on_device),
         gradient_shard_bytes=sum(flat.sharded_grad.buffer.nbytes for flat in on_device if flat.sharded_grad),
         replica_bytes=0 if replicas is None else replicas.nbytes,
@@ -91,21 +86,14 @@ def _owners(state: FSDPState) -> tuple[PlannedOwner, ...]:
                 owned[rank].append((param, parts / len(param.spec.owners)))
     if not any(owned.values()):
         return ()
-    return tuple(
-        PlannedOwner(
-            rank=rank,
-            matrices=tuple(param.spec.name for param, _ in params),
-            elements=round(sum(share * param.spec.numel for param, share in params)),
-            newton_schulz_flops=round(
-                sum(
-                    share * newton_schulz_flops(param.spec.updated_shape)
-                    for param, share in params
-                    if param.parameter.requires_grad
-                )
-            ),
-        )
-        for rank, params in owned.items()
-    )
+    planned = []
+    for rank, params in owned.items():
+        names = tuple(param.spec.name for param, _ in params)
+        elements = sum(share * param.spec.numel for param, share in params)
+        trained = [(param, share) for param, share in params if param.parameter.requires_grad]
+        flops = sum(share * newton_schulz_flops(param.spec.updated_shape) for param, share in trained)
+        planned.append(PlannedOwner(rank, names, round(elements), round(flops)))
+    return tuple(planned)
 
 
 def regathered(state: FSDPState) -> list[ParamGroup]:
@@ -118,12 +106,12 @@ def regathered(state: FSDPState) -> list[ParamGroup]:
     ]
 
 
-def _traffic(state: FSDPState) -> dict[ParamGroup, PlannedTraffic]:
+def _traffic(state: FSDPState) -> tuple[PlannedTraffic, ...]:
     """Return the bytes that one step sends for each group, if groups run in module order."""
     users = Counter(id(group.unsharded.buffer) for group in state.groups)
     again = regathered(state)
-    return {
-        group: PlannedTraffic(
+    return tuple(
+        PlannedTraffic(
             # frozen weights in a buffer of their own are gathered in the first step only
             gather_forward=sum(
                 flat.all_gather.planned_bytes()
@@ -135,7 +123,7 @@ def _traffic(state: FSDPState) -> dict[ParamGroup, PlannedTraffic]:
         )
         for group in state.groups
         if group.flats
-    }
+    )
 
 
 def _again_bytes(flat: FlatParam) -> int:
@@ -143,8 +131,7 @@ def _again_bytes(flat: FlatParam) -> int:
     return gather.secondary_bytes() if isinstance(gather, SecondaryAllGather) else gather.planned_bytes()
 
 
-def _communication(state: FSDPState, traffic: Collection[PlannedTraffic]) -> PlannedCommunication:
-    """Return the sums of the bytes that one step sends."""
+def _communication(state: FSDPState, traffic: Sequence[PlannedTraffic]) -> PlannedCommunication:
     again = (flat for group in regathered(state) for flat in group.flats)
     replicas = state.context.replicas
     return PlannedCommunication(
@@ -158,7 +145,6 @@ def _communication(state: FSDPState, traffic: Collection[PlannedTraffic]) -> Pla
 
 
 def _host(state: FSDPState) -> PlannedHost:
-    """Return the bytes of offloaded shards."""
     flats = [flat for flat in state.flats if isinstance(flat, HostFlatParam)]
     replicated = [flat for flat in state.replicated.flats if isinstance(flat, HostReplicatedFlatParam)]
     params = [param for flat in flats for param in flat.params]

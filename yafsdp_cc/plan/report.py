@@ -92,8 +92,13 @@ class PlannedCommunication:
     """Bytes among those of the gathers that come from secondary shards, and stay among the ranks that share one."""
 
     @property
+    def sent(self) -> dict[str, int]:
+        """Bytes by name of the collective."""
+        return {name.replace("_", ", "): size for name, size in asdict(self).items() if name != "secondary"}
+
+    @property
     def total(self) -> int:
-        return self.gather_forward + self.gather_backward + self.reduce + self.replicated + self.replicas
+        return sum(self.sent.values())
 
 
 @dataclass(frozen=True)
@@ -234,8 +239,7 @@ class Plan:
 
     def __str__(self) -> str:
         ranks = f"{self.world} rank" + "s" * (self.world != 1) + f", {self.replicas} times" * (self.replicas > 1)
-        sent = asdict(self.communication)
-        secondary = sent.pop("secondary")
+        sent, secondary = self.communication.sent, self.communication.secondary
         if self.replicas == 1:
             del sent["replicas"]
         optimizer = f"An AdamW optimizer would add {human(self.adamw_bytes)} ({self.adamw_bytes:,} bytes)"
@@ -317,10 +321,7 @@ def _dtype_rows(dtypes: Sequence[PlannedDtypes]) -> Iterator[Row]:
 def _buffer_rows(buffers: Sequence[PlannedBuffers]) -> Iterator[Row]:
     yield "buffers", "weights", "gradients", "bytes"
     for each in buffers:
-        sizes = [
-            (each.weight_buffers, each.weight_buffer_bytes),
-            (each.gradient_buffers, each.gradient_buffer_bytes),
-        ]
+        sizes = [(each.weight_buffers, each.weight_buffer_bytes), (each.gradient_buffers, each.gradient_buffer_bytes)]
         cells = (f"{count} x {human(size)}" if count else "none" for count, size in sizes)
         yield each.role, *cells, f"{sum(count * size for count, size in sizes):,}"
 
@@ -328,7 +329,7 @@ def _buffer_rows(buffers: Sequence[PlannedBuffers]) -> Iterator[Row]:
 def _byte_rows(title: str, sizes: Mapping[str, int]) -> Iterator[Row]:
     yield title, "", "bytes"
     for name, size in {**sizes, "total": sum(sizes.values())}.items():
-        yield f"  {name.replace('_', ', ')}", human(size), f"{size:,}"
+        yield f"  {name}", human(size), f"{size:,}"
 
 
 def _choice_rows(choices: Sequence[PlannedChoice]) -> Iterator[Row]:
@@ -339,11 +340,9 @@ def _choice_rows(choices: Sequence[PlannedChoice]) -> Iterator[Row]:
 
 def _owner_rows(owners: Sequence[PlannedOwner]) -> Iterator[Row]:
     yield "owner of whole matrices", "matrices", "elements", "of the mean", "Newton-Schulz FLOPs", "of the mean"
-    sizes, work = ([getattr(each, name) for each in owners] for name in ("elements", "newton_schulz_flops"))
+    mean_elements = sum(owner.elements for owner in owners) / len(owners) or 1
+    mean_flops = sum(owner.newton_schulz_flops for owner in owners) / len(owners) or 1
     for owner in owners:
-        shares = (
-            f"{value * len(owners) / max(sum(all_of_them), 1):.0%}"
-            for value, all_of_them in ((owner.elements, sizes), (owner.newton_schulz_flops, work))
-        )
-        counts = f"{owner.elements:,}", next(shares), f"{owner.newton_schulz_flops:,}", next(shares)
-        yield f"  rank {owner.rank}", f"{len(owner.matrices):,}", *counts
+        size = f"{owner.elements:,}", f"{owner.elements / mean_elements:.0%}"
+        work = f"{owner.newton_schulz_flops:,}", f"{owner.newton_schulz_flops / mean_flops:.0%}"
+        yield f"  rank {owner.rank}", f"{len(owner.matrices):,}", *size, *work

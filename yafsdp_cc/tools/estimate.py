@@ -184,15 +184,11 @@ def _from_factory(name: str) -> Subject:
             f"({where.filename}:{where.lineno}). Name a function without arguments that returns a model, such as "
             "def small(): return Net(width=8)"
         ) from error
-    model, loss = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    is_pair = isinstance(made, tuple) and len(made) == 2
+    model, loss = made if is_pair else (made, None)
     if not isinstance(model, nn.Module):
         raise ValueError(f"{name!r} returns a {type(model).__name__}: return a model, or a model and a function of it")
-    return Subject(lambda: _first(factory()), loss)
-
-
-def _first(made: Any) -> nn.Module:
-    model: nn.Module = made[0] if isinstance(made, tuple) else made
-    return model
+    return Subject((lambda: factory()[0]) if is_pair else factory, loss)
 
 
 def _from_config(name: str, batch: int, sequence: int) -> Subject:
@@ -243,7 +239,7 @@ def _tokens(vocabulary: int, batch: int, length: int) -> Tensor:
     return torch.randint(vocabulary, (batch, length), device="cpu")
 
 
-def _give_fake_memory(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
+def _give_fake_memory(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     """Replace tensors on the meta device by fake ones of the CPU; cast parameters if there is a ``dtype``."""
     made: dict[Tensor, Tensor] = {}
     for module in model.modules():
@@ -296,26 +292,19 @@ def probe(subject: Subject, policy: MixedPrecisionPolicy, units: Any = "auto") -
     blocks = [unit.modules[0] for unit in found if unit.role == "block"]
     names = {module: name for name, module in model.named_modules()}
     left_out = _truncate(model, blocks)
-    probed_names = {module: name for name, module in model.named_modules()}
     fake: Any = FakeTensorMode(allow_non_fake_inputs=True)
     with warnings.catch_warnings(), fake:
         warnings.simplefilter("ignore")
         probed = [block for block in blocks if block not in left_out]
-        measured, forward, total, again = _run(_give_fake_memory(model, policy.param_dtype), subject.loss, probed)
-
-    def work_of(name: str) -> Work:
-        first = forward.get(name, 0.0)
-        return Work(first, total.get(name, 0.0) - first, again.get(name, 0.0))
-
-    counted = {probed_names[unit.modules[0]] for unit in found if unit.modules[0] not in (*left_out, model)}
-    rest, parts = work_of(""), [work_of(name) for name in counted]
-    work = {
-        unit.name: Work(0.0, 0.0)
-        if unit.modules == (model,)
-        else work_of(probed_names[left_out.get(unit.modules[0], unit.modules[0])])
-        for unit in found
-    }
-    work[""] = Work(rest.forward - sum(each.forward for each in parts), rest.backward - sum(p.backward for p in parts))
+        measured, work_in = _run(_give_fake_memory(model, policy.param_dtype), subject.loss, probed)
+    whole = work_in[model]
+    parts = [work_in[module] for module in {unit.modules[0] for unit in found} - left_out.keys() - {model}]
+    work = {}
+    for unit in found:
+        module = unit.modules[0]
+        if module is not model:
+            work[unit.name] = work_in[left_out.get(module, module)]
+    work[""] = Work(whole.forward - sum(p.forward for p in parts), whole.backward - sum(p.backward for p in parts))
     of_blocks = dict(zip(probed, measured.blocks, strict=True))
     activations = measured._replace(blocks=tuple(of_blocks[left_out.get(block, block)] for block in blocks))
     return Probe(activations, tuple(names[block] for block in blocks), work)
@@ -341,8 +330,8 @@ def _truncate(model: nn.Module, blocks: list[nn.Module]) -> dict[nn.Module, nn.M
 
 def _run(
     model: nn.Module, loss_of: Callable[[nn.Module], Tensor], blocks: list[nn.Module]
-) -> tuple[Activations, dict[str, float], dict[str, float], dict[str, float]]:
-    """Return activations, and operations by module name: of the forward, of all, and those a checkpoint repeats."""
+) -> tuple[Activations, dict[nn.Module, Work]]:
+    """Return activations, and the work of each module within ``model`` and of the model itself."""
     tracker = MemTracker()
     tracker.track_external(model)
     before = _total(tracker.get_tracker_snapshot())
@@ -359,7 +348,7 @@ def _run(
         forward = _by_name(flops, model)
         for parameter in model.parameters():
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(_let_go)
+                parameter.register_post_accumulate_grad_hook(lambda each: setattr(each, "grad", None))
         loss.backward()
         del loss
     peak = _total(tracker.get_tracker_snapshot("peak")) - before
@@ -371,9 +360,12 @@ def _run(
         kept += after - inside
         found.append(Block(after - inside, stats.output_mem, highest - kept))
     tail = (outside[0] if outside else peak + before) - before - kept
-    known = Activations(tuple(found), tail, 0)
-    again = {name: repeated.get(module, 0.0) for name, module in model.named_modules()}
-    return known._replace(lowest=peak if peak > known.peak() else 0), forward, _by_name(flops, model), again
+    known, total = Activations(tuple(found), tail, 0), _by_name(flops, model)
+    work = {}
+    for name, module in model.named_modules():
+        first = forward.get(name, 0.0)
+        work[module] = Work(first, total.get(name, 0.0) - first, repeated.get(module, 0.0))
+    return known._replace(lowest=peak if peak > known.peak() else 0), work
 
 
 @contextmanager
@@ -401,10 +393,6 @@ def _count_repeated(blocks: list[nn.Module], flops: FlopCounterMode) -> Iterator
             handles.enter_context(block.register_forward_pre_hook(enter))
             handles.enter_context(block.register_forward_hook(leave))
         yield repeated
-
-
-def _let_go(parameter: nn.Parameter) -> None:
-    parameter.grad = None
 
 
 def _total(snapshot: dict[torch.device, dict[str, int]]) -> int:

@@ -8,15 +8,16 @@ events do nothing, the host reads zeros, and collectives send nothing.
 
 from __future__ import annotations
 
-from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -24,12 +25,6 @@ from yafsdp_cc import api
 from yafsdp_cc.compression import error_feedback
 from yafsdp_cc.engine import communicator
 from yafsdp_cc.sharding import assembly
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-    from contextlib import AbstractContextManager
-
-    from torch.distributed.device_mesh import DeviceMesh
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 """Backend that ranks with each kind of device are assumed to have."""

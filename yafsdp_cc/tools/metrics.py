@@ -9,20 +9,20 @@ from __future__ import annotations
 import json
 import os
 import resource
-import sys
 import time
 import warnings
 from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from importlib import import_module
 from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from yafsdp_cc.api import counters_of, plan_of
@@ -30,12 +30,6 @@ from yafsdp_cc.engine.spec import spec_of
 from yafsdp_cc.fsdp2.module import require_state
 from yafsdp_cc.ranks.checks import refused_together
 from yafsdp_cc.sharding.assembly import state_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-    from types import TracebackType
-
-    from torch import nn
 
 FILE = "metrics.jsonl"
 
@@ -90,11 +84,12 @@ class Metrics:
         plans = [plan_of(each) for each in self._sharded]
         planned = {"plan": "\n\n".join(map(str, plans)), "planned_bytes": sum(plan.owned_bytes for plan in plans)}
         own = {"time": time.time(), "first_step": first_step, "ranks": self._ranks, "torch": torch.__version__}
-        device = {"device": next((each.device.type for each in model.parameters()), "cpu")}
+        own["device"] = next((each.device.type for each in model.parameters()), "cpu")
         theirs = {name: value for name, value in (settings or {}).items() if name not in planned}
-        self._write("start", {**theirs, **own, **device, **(planned if plans else {})})
+        self._write("start", {**theirs, **own, **(planned if plans else {})})
         # time the sharded module itself: a LightningModule around it calls it without a forward of its own
         self._clock = _StepClock(self._sharded[0] if len(self._sharded) == 1 else model)
+        self._opened.callback(self._clock.close)
         self._pending = self._tokens = 0
         self._counted = self._sent()
 
@@ -137,17 +132,14 @@ class Metrics:
 
     def close(self, **values: Any) -> None:
         """Write the ``end`` line and stop. Nothing of the run is written after it."""
-        if self._clock.close():
-            self._write("end", {**values, **self._memory(), "step": self.steps_made})
-            self._outputs.clear()
-            self._opened.close()
+        self._write("end", {**values, **self._memory(), "step": self.steps_made})
+        self._outputs.clear()
+        self._opened.close()
 
     def __enter__(self) -> Metrics:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.close(**({} if error is None else {"error": f"{type(error).__name__}: {error}"}))
 
     def _open(self, settings: dict[str, Any], show: bool, tensorboard: bool, wandb: bool) -> None:
@@ -210,7 +202,6 @@ class Metrics:
         return self._counters("gathered_bytes", "reduced_bytes")
 
     def _memory(self) -> dict[str, int]:
-        """Return the peak of held bytes, the engine's own bytes, and the number of overflow buffers."""
         return {"peak_memory_bytes": peak_memory(), **self._counters("owned_bytes", "overflow_buffers")}
 
     def _counters(self, *names: str) -> dict[str, int]:
@@ -231,7 +222,7 @@ def peak_memory() -> int:
     """Return the peak bytes of tensors on the GPU; without a GPU, of the whole process."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 class _StepClock:
@@ -271,12 +262,9 @@ class _StepClock:
         del self._marks[:-1]
         return {f"{name}_s": total / steps for name, total in found.items()}
 
-    def close(self) -> bool:
-        """Remove the hooks; return whether there were any."""
-        handles, self._handles = self._handles, []
-        for handle in handles:
+    def close(self) -> None:
+        for handle in self._handles:
             handle.remove()
-        return bool(handles)
 
 
 # Where figures go ----------------------------------------------------------------------------------------------------
@@ -302,22 +290,16 @@ def _imported(option: str, module: str) -> Any:
 
 
 def _show(total: int | None, values: dict[str, Any]) -> None:
-    """Print a line for a report."""
     if values["event"] not in ("step", "eval"):
         return
-    figures = [_figures(values)]
-    if "gathered_bytes_per_step" in values:
-        gathered, reduced = (values[f"{name}_bytes_per_step"] / 1e6 for name in ("gathered", "reduced"))
-        figures.append(f"gathered {gathered:.1f} MB, reduced {reduced:.1f} MB a step")
-    print(f"step {values['step']:4}{f'/{total}' if total else ''}", *figures, sep="   ", flush=True)
-
-
-def _figures(values: dict[str, Any]) -> str:
-    shown = []
+    shown = [f"step {values['step']:4}{f'/{total}' if total else ''}"]
     for name in ("loss", "val_loss"):
         if name in values:
             number = "not finite" if values[name] is None else f"{values[name]:.3f}"
             shown.append(f"{name.replace('_', ' ')} {number}")
     if "tokens_per_s" in values:
         shown.append(f"{values['tokens_per_s']:6,} tokens/s")
-    return "   ".join(shown)
+    if "gathered_bytes_per_step" in values:
+        gathered, reduced = (values[f"{name}_bytes_per_step"] / 1e6 for name in ("gathered", "reduced"))
+        shown.append(f"gathered {gathered:.1f} MB, reduced {reduced:.1f} MB a step")
+    print(*shown, sep="   ", flush=True)

@@ -11,12 +11,12 @@ exposed.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple, TypeAlias
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+from yafsdp_cc.plan.report import Plan
 
-    from yafsdp_cc.plan.report import Plan
+Kind: TypeAlias = Literal["forward", "backward", "all_gather", "reduce", "all_reduce"]
 
 
 class Link(NamedTuple):
@@ -67,7 +67,7 @@ class Work(NamedTuple):
 class Event(NamedTuple):
     """A computation or collective of one step."""
 
-    kind: Literal["forward", "backward", "all_gather", "reduce", "all_reduce"]
+    kind: Kind
     unit: str
     """Name of the unit; "" outside of units."""
     amount: float
@@ -130,56 +130,44 @@ def events_of(plan: Plan, work: Mapping[str, Work]) -> list[Event]:
     """
     events: list[Event] = []
 
-    def add(
-        kind: Literal["forward", "backward", "all_gather", "reduce", "all_reduce"],
-        unit: str,
-        amount: float,
-        *after: int | None,
-    ) -> int | None:
+    def add(kind: Kind, unit: str, amount: float, *after: int | None) -> int | None:
         if not amount:
             return None
         events.append(Event(kind, unit, amount, tuple(index for index in after if index is not None)))
         return len(events) - 1
 
     units, traffic = plan.units, plan.traffic
-    order = range(len(units))
     operations = [work.get(unit.name, Work(0.0, 0.0)) for unit in units]
-    before = _previous([(unit.role, unit.buffer) for unit in units])
-    computed: dict[int, int | None] = {}
-    gathered: dict[int, int | None] = {0: add("all_gather", units[0].name, traffic[0].gather_forward)}
-    for index in order:
+    owners: dict[object, int] = {}
+    before: list[int | None] = []  # the unit that has each unit's weight buffer before it
+    for index, unit in enumerate(units):
+        before.append(owners.get((unit.role, unit.buffer)))
+        owners[unit.role, unit.buffer] = index
+    computed: dict[int | None, int | None] = {}
+    gathered = [add("all_gather", units[0].name, traffic[0].gather_forward)]
+    for index, unit in enumerate(units):
         if index + 1 < len(units):  # the next unit's weights are prefetched
             freed = computed.get(before[index + 1])
-            gathered[index + 1] = add("all_gather", units[index + 1].name, traffic[index + 1].gather_forward, freed)
-        computed[index] = add("forward", units[index].name, operations[index].forward, gathered[index])
+            gathered.append(add("all_gather", units[index + 1].name, traffic[index + 1].gather_forward, freed))
+        computed[index] = add("forward", unit.name, operations[index].forward, gathered[index])
     rest = work.get("", Work(0.0, 0.0))
     add("forward", "", rest.forward)
     add("backward", "", rest.backward)
     counts = {each.role: max(each.gradient_buffers, 1) for each in plan.buffers}
     places = [sum(other.role == unit.role for other in units[:index]) for index, unit in enumerate(units)]
-    after = _previous([(unit.role, place % counts[unit.role]) for unit, place in zip(units, places, strict=True)][::-1])
-    last, in_reduces = len(units) - 1, sum(each.reduce for each in traffic)
-    reduced: dict[int, int | None] = {}
-    gathered = {}
-    for turn, index in enumerate(reversed(order)):
-        name, waits = units[index].name, reduced.get(last - after[turn]) if after[turn] >= 0 else None
-        done = add("backward", name, operations[index].backward, gathered.get(index), waits)
-        reduced[index] = add("reduce", name, traffic[index].reduce, done)
+    in_reduces = sum(each.reduce for each in traffic)
+    reduced: dict[object, int | None] = {}  # the last collective that reads each gradient buffer
+    gathered_again: dict[int, int | None] = {}
+    for index, unit in reversed(list(enumerate(units))):
+        buffer = unit.role, places[index] % counts[unit.role]
+        waits = gathered_again.get(index), reduced.get(buffer)
+        done = add("backward", unit.name, operations[index].backward, *waits)
+        reduced[buffer] = add("reduce", unit.name, traffic[index].reduce, done)
         if plan.communication.replicas and in_reduces:
             share = traffic[index].reduce / in_reduces
-            reduced[index] = add("all_reduce", name, share * plan.communication.replicas, reduced[index])
-        if before[index] >= 0:  # the buffer is free for the unit that had it before
-            again = before[index]
-            gathered[again] = add("all_gather", units[again].name, traffic[again].gather_backward, done)
+            reduced[buffer] = add("all_reduce", unit.name, share * plan.communication.replicas, reduced[buffer])
+        again = before[index]
+        if again is not None:  # the buffer is free for the unit that had it before
+            gathered_again[again] = add("all_gather", units[again].name, traffic[again].gather_backward, done)
     add("all_reduce", "", plan.communication.replicated, len(events) - 1)
     return events
-
-
-def _previous(owners: Sequence[object]) -> list[int]:
-    """Return, for each index of ``owners``, the last index before it with the same owner; -1 if there is none."""
-    last: dict[object, int] = {}
-    found = []
-    for index, owner in enumerate(owners):
-        found.append(last.get(owner, -1))
-        last[owner] = index
-    return found

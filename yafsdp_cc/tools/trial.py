@@ -12,10 +12,11 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from statistics import mean
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -27,11 +28,9 @@ from yafsdp_cc import api
 from yafsdp_cc.config import RUN
 from yafsdp_cc.optim import OneBitAdam
 from yafsdp_cc.sharding.assembly import current_state, state_of
-from yafsdp_cc.tools.cli.capture import Recording
+from yafsdp_cc.tools.cli.capture import Recording, synchronize
 from yafsdp_cc.tools.metrics import peak_memory
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+from yafsdp_cc.tools.netlab.links import UNSHAPED, Links
 
 LOSS_SHARE = 0.6
 """Share of a run's time after which the steps for the loss end, made or not."""
@@ -101,7 +100,7 @@ class Trial:
         self._sent = 0
         self._peak = 0
         if self._is_first and asked.bandwidth:
-            self._set_bandwidth("unshaped")
+            Links.here().set_bandwidth(UNSHAPED)
         self._replace_settings()
         self._replace_functions()
         register_optimizer_step_post_hook(self._after_step)
@@ -119,14 +118,13 @@ class Trial:
         os.environ[RUN] = json.dumps(kept | {name: (value, "yafsdp-cc try") for name, value in chosen.items()})
 
     def _replace_functions(self) -> None:
-        patched: Any = api  # mypy forbids assignments to functions of modules
-        ours, theirs = api.fully_shard, fsdp.fully_shard
-        chosen = theirs if self._asked.by_torch else ours
-        patched.shard = self._watched(api.shard, "shard")
-        patched.fully_shard = self._watched(chosen, "fully_shard")
+        chosen = fsdp.fully_shard if self._asked.by_torch else api.fully_shard
+        vars(api)["shard"] = self._watched(api.shard, "shard")
+        vars(api)["fully_shard"] = self._watched(chosen, "fully_shard")
+        of_torch = self._watched(chosen, "fully_shard", "torch")
         for name in ("torch.distributed.fsdp", "torch.distributed._composable.fsdp"):
             if name in sys.modules:
-                vars(sys.modules[name])["fully_shard"] = self._watched(chosen, "fully_shard", "torch")
+                vars(sys.modules[name])["fully_shard"] = of_torch
         backward, clip = torch.autograd.backward, nn.utils.clip_grad_norm_
 
         @functools.wraps(backward)
@@ -194,16 +192,17 @@ class Trial:
             if len(self._losses) >= self._asked.steps or late:
                 self._peak = peak_memory()
                 if self._asked.bandwidth:
-                    self._set_bandwidth(self._asked.bandwidth)
+                    Links.here().set_bandwidth(self._asked.bandwidth)
                 self._recording = Recording(True, 1, 1, self._asked.folder)
-                self._recording.before_step(1)
             return
         if not self._last:
             self._recording.after_step(optimizer)
             self._sent = self._sent_bytes()
-        else:
-            self._timed.append(self._now() - self._last)
-        self._last = self._now()
+        synchronize()
+        now = time.perf_counter()
+        if self._last:
+            self._timed.append(now - self._last)
+        self._last = now
         if self._timed and self._last_step() == sys.maxsize:
             late = time.time() + self._timed[-1] > self._ends
             if late or len(self._timed) >= self._asked.timed - 1:
@@ -215,16 +214,6 @@ class Trial:
             return int((self._folder / "last").read_text())
         except FileNotFoundError:
             return sys.maxsize
-
-    def _now(self) -> float:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        return time.perf_counter()
-
-    def _set_bandwidth(self, bandwidth: str) -> None:
-        from yafsdp_cc.tools.netlab.links import Links
-
-        Links.here().set_bandwidth(bandwidth)
 
     def _end(self) -> NoReturn:
         """End this process once all ranks have come here: what the script does at its end is not part of the trial."""

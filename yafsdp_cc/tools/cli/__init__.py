@@ -6,10 +6,7 @@ import difflib
 import importlib
 import os
 import sys
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from collections.abc import Callable
 
 COMMANDS = {
     "config": "write, show or check a run file",

@@ -5,15 +5,12 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from yafsdp_cc.profiling import Span
-
-if TYPE_CHECKING:
-    from yafsdp_cc.profiling import Handle
 
 
 def capture(wanted: str) -> Recording:
@@ -28,53 +25,49 @@ def capture(wanted: str) -> Recording:
     recording = Recording(tool == "kineto", int(first), int(last), folder)
     register_optimizer_step_post_hook(recording.after_step)
     atexit.register(recording.at_exit)
-    recording.before_step(1)
     return recording
 
 
 class Recording:
-    """A recording in progress."""
+    """A recording in progress, of which the first step begins now."""
 
     def __init__(self, by_kineto: bool, first: int, last: int, folder: str) -> None:
-        self._profile = torch.profiler.profile(record_shapes=True) if by_kineto else None
-        self._first, self._last, self._folder = first, last, folder
+        self._tool: Any = torch.profiler.profile(record_shapes=True) if by_kineto else torch.cuda.profiler.profile()
+        self._by_kineto, self._first, self._last, self._folder = by_kineto, first, last, folder
         self._optimizer: Any = None
         self._made = 0
-        self._open: tuple[Span, Handle | None] | None = None
+        self._span: Span | None = None
+        self._begin_step()
 
     def after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         self._optimizer = self._optimizer or optimizer
         if optimizer is self._optimizer:
             self._made += 1
             self._end_step(is_last=self._made == self._last)
-            self.before_step(self._made + 1)
+            self._begin_step()
 
-    def before_step(self, number: int) -> None:
+    def _begin_step(self) -> None:
+        number = self._made + 1
         if not self._first <= number <= self._last:
             return
         if number == self._first:
-            _synchronize()
-            if self._profile is None:
-                torch.cuda.profiler.start()
-            else:
-                self._profile.start()
-        span = Span("iteration", str(number))
-        self._open = span, span.start()
+            synchronize()
+            self._tool.__enter__()
+        self._span = Span("iteration", str(number)).__enter__()
 
     def _end_step(self, is_last: bool) -> None:
-        if self._open is None:
+        if self._span is None:
             return
         if is_last:
-            _synchronize()
-        span, handle = self._open
-        span.end(handle)
-        self._open = None
-        if is_last and self._profile is None:
-            torch.cuda.profiler.stop()
-        elif is_last and self._profile is not None:
-            self._profile.stop()
+            synchronize()
+        self._span.__exit__(None, None, None)
+        self._span = None
+        if not is_last:
+            return
+        self._tool.__exit__(None, None, None)
+        if self._by_kineto:
             path = os.path.join(self._folder, f"rank{os.environ.get('RANK', '0')}.json.gz")
-            self._profile.export_chrome_trace(f"{path}.part.json.gz")
+            self._tool.export_chrome_trace(f"{path}.part.json.gz")
             os.replace(f"{path}.part.json.gz", path)
 
     def at_exit(self) -> None:
@@ -85,6 +78,7 @@ class Recording:
             print(f"yafsdp-cc profile: {wanted}, and the script made {self._made}", file=sys.stderr)
 
 
-def _synchronize() -> None:
+def synchronize() -> None:
+    """Wait for the work of the GPU, if this process has begun to use one."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.synchronize()

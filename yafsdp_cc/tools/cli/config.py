@@ -7,20 +7,14 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from yafsdp_cc.config import RunFileError, Setting, Settings, known, read, schema, to_environment, to_yaml
+from yafsdp_cc.table import table
 
 
 def main(argv: list[str]) -> int:
     """Run one of the forms; return 0, or 1 with everything that is wrong on stderr."""
-    parser = _parser()
-    asked = parser.parse_args(argv)
-
-    # only after the flags are checked: importing it takes seconds
-    from yafsdp_cc.config import RunFileError, read, schema, to_environment, to_yaml
-
+    asked = _parser().parse_args(argv)
     try:
         if asked.form == "schema":
             print(json.dumps(schema(), indent=2))
@@ -60,10 +54,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _with_torchrun(settings: Mapping[str, Any]) -> dict[str, Any]:
+def _with_torchrun(settings: Settings) -> Settings:
     """Add settings that torchrun's own variables make, with a precedence just below ``--set``."""
-    from yafsdp_cc.config import Setting, known
-
     variables = {name: f"PET_{name.partition('.')[2].upper()}" for name in known() if name.startswith("launch.")}
     from_torchrun = {
         name: Setting(os.environ[variable], variable)
@@ -73,10 +65,7 @@ def _with_torchrun(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {**settings, **from_torchrun}
 
 
-def _table(settings: Mapping[str, Any]) -> str:
-    from yafsdp_cc.config import known
-    from yafsdp_cc.table import table
-
+def _table(settings: Settings) -> str:
     rows = []
     for name, one in known().items():
         value, source = settings.get(name, (one.get("default", {}), "default"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import pickle
 import sys
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -20,8 +21,6 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--dtype", choices=DTYPES, help="of the weights (default: as they are)")
     parser.add_argument("--config", metavar="FILE", help="the model's config.json, to put beside the weights")
     asked = parser.parse_args(argv)
-
-    import pickle
 
     import torch  # only after the flags are checked: importing it takes seconds
 

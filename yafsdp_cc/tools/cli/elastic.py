@@ -17,12 +17,15 @@ import tempfile
 import threading
 import time
 import uuid
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
+from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypeVar
+from types import FrameType
+from typing import NamedTuple, NoReturn, TypeVar
 
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import DistError
@@ -30,7 +33,7 @@ from torch.distributed import run as torchrun
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousError,
@@ -45,16 +48,10 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher import api as launcher_api
+from torch.distributed.launcher.api import LaunchConfig
 
 from yafsdp_cc.rescue.memory import RunMemory
 from yafsdp_cc.tools.cli.logs import RankLogs, UnwritableError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from types import FrameType
-
-    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-    from torch.distributed.launcher.api import LaunchConfig
 
 T = TypeVar("T")
 ALONE = "localhost:0"
@@ -64,14 +61,7 @@ _PATIENCE = 3
 
 
 def run(options: argparse.Namespace, parser: argparse.ArgumentParser, folder: Path, title: str) -> int:
-    """Run the ranks of this node with parsed flags; return the exit status.
-
-    Args:
-        options: of torchrun's command line.
-        parser: reports errors in the options.
-        folder: existing folder for logs.
-        title: title of the run, for the logs.
-    """
+    """Run the ranks of this node with torchrun's ``options``, with logs in ``folder``; return the exit status."""
     # flight-recorder files, written after a time-out by NCCL's process groups themselves, and by the runner for gloo's
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     if "TORCH_NCCL_DEBUG_INFO_TEMP_FILE" not in os.environ:  # older name of TORCH_FR_DUMP_TEMP_FILE
@@ -81,18 +71,17 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser, folder: Pa
         options.tee = "3"  # torch's own log files, and the console: ranks of --run-path open their files themselves
     with tempfile.TemporaryDirectory(prefix="yafsdp-cc-") as errors:
         options.log_dir = str(folder) if by_torch else errors
-        config, command, arguments = _torch_config(options, parser)
+        config, launch = _torch_config(options, parser)
         logs = None
         if not by_torch:
-            shown = (
-                {int(rank) for rank in options.local_ranks_filter.split(",")} if options.local_ranks_filter else None
-            )
+            chosen = options.local_ranks_filter
+            shown = {int(rank) for rank in chosen.split(",")} if chosen else None
             config.logs_specs = logs = RankLogs(folder, errors, shown, title)
         job = _Job(folder, logs, "" if config.max_nodes == 1 else " on this node", time.time())
         place = config.rdzv_endpoint
         memory, status = RunMemory(options.name, "" if place == ALONE else f"{config.run_id}-{place}"), 1
         try:
-            status = _launch(job, config, command, arguments, parser)
+            status = _launch(job, launch, parser)
             return status
         except SignalException as stopped:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # ignore Ctrl-C: the launcher is ending
@@ -114,8 +103,8 @@ class _Job(NamedTuple):
 
 def _torch_config(
     options: argparse.Namespace, parser: argparse.ArgumentParser
-) -> tuple[LaunchConfig, Callable[..., object] | str, list[str]]:
-    """Return torch's own form of the options."""
+) -> tuple[LaunchConfig, Callable[[], object]]:
+    """Return torch's form of the options, and the function that runs the ranks by it."""
     if options.standalone or (
         options.rdzv_backend == "static"
         and options.nnodes in ("1", "1:1")
@@ -137,7 +126,7 @@ def _torch_config(
     config.rdzv_configs["meets_by"], config.rdzv_backend = config.rdzv_backend, FreshStores.BACKEND
     handled = [name for name in config.signals_to_handle.split(",") if name.strip() != "SIGINT"]
     config.signals_to_handle = ",".join(handled)
-    return config, command, arguments
+    return config, partial(launcher_api.elastic_launch(config, command), *arguments)
 
 
 def _is_here(endpoint: str) -> bool:
@@ -148,15 +137,7 @@ def _is_here(endpoint: str) -> bool:
     return False
 
 
-def _launch(
-    job: _Job,
-    config: LaunchConfig,
-    command: Callable[..., object] | str,
-    arguments: list[str],
-    parser: argparse.ArgumentParser,
-) -> int:
-    """Run the ranks until they end; return the exit status."""
-
+def _launch(job: _Job, launch: Callable[[], object], parser: argparse.ArgumentParser) -> int:
     class Agent(LocalElasticAgent):
         """torch's agent, which also reports failures before restarts; torch's own reports only the last ones."""
 
@@ -172,7 +153,7 @@ def _launch(
     try:
         # ``elastic_launch`` takes the agent class from this attribute, and from no argument
         setattr(launcher_api, "LocalElasticAgent", Agent)  # noqa: B010  (mypy forbids the assignment)
-        launcher_api.elastic_launch(config, command)(*arguments)
+        launch()
     except ChildFailedError as failed:
         return _report(job, failed.failures)
     except argparse.ArgumentError as error:

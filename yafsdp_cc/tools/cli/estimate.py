@@ -8,21 +8,21 @@ import gc
 import json
 import os
 import sys
+from collections.abc import Callable, Mapping
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from unittest import mock
 
+from yafsdp_cc.config import CONFIG, RUN, Settings, read, to_environment
+from yafsdp_cc.plan.report import Plan, PlannedCommunication, human
+from yafsdp_cc.table import table
 from yafsdp_cc.tools.cli.demo import positive
 from yafsdp_cc.tools.netlab.links import BITS, quantity
+from yafsdp_cc.tools.step_time import Link, StepTime, events_of, step_time
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from yafsdp_cc.config import Settings
-    from yafsdp_cc.plan import Plan
     from yafsdp_cc.tools.estimate import Activations, Probe
-    from yafsdp_cc.tools.step_time import StepTime
 
 ABOUT = """\
 Tells what one rank holds and sends, and how long a step takes, from the model's plan and one forward and backward on
@@ -60,9 +60,9 @@ class Row(NamedTuple):
     headroom: dict[str, int]
     """Bytes to leave free, by name."""
     assumed: dict[str, str]
+    answers: dict[str, str | float]
+    """Answers by question."""
     seconds: StepTime | None = None
-    answers: dict[str, str | float | None] = {}  # noqa: RUF012 (a tuple's default is not changed)
-    """Answers by question; None where the question was not asked."""
 
     @property
     def ranks(self) -> int:
@@ -106,8 +106,6 @@ def main(argv: list[str]) -> int:
     if "" not in sys.path:
         sys.path.insert(0, "")  # so that module:factory is found in the working folder, as by python -m
     gc.disable()  # the garbage collector would scan hundreds of thousands of new objects, few of which are freed
-    from yafsdp_cc.config import RUN, to_environment
-
     try:
         settings = _settings(flags, asked)
         # ``shard`` takes what it is not given from this variable, as in a run that ``launch`` has started
@@ -152,9 +150,8 @@ def parser() -> argparse.ArgumentParser:
     time.add_argument("--node", type=positive, metavar="N", help=node)
     time.add_argument("--latency", type=_quantity(SECONDS), default=0.0, metavar="TIME", help="of a collective: 20us")
     time.add_argument("--hop", type=_quantity(SECONDS), default=0.0, metavar="TIME", help="more for each rank: 5us")
-    time.add_argument(
-        "--tokens", type=_quantity(COUNTS), metavar="N", help="of the training, to be told its days: 300B"
-    )
+    days = "of the training, to be told its days: 300B"
+    time.add_argument("--tokens", type=_quantity(COUNTS), metavar="N", help=days)
     flags.add_argument("--json", type=Path, metavar="FILE", help="where to write everything")
     return flags
 
@@ -177,12 +174,11 @@ def _check(flags: argparse.ArgumentParser, asked: argparse.Namespace) -> None:
         flags.error("--tokens needs a step's time: name --gpu, or --rate and --link")
     if ":" in asked.model and (asked.batch or asked.sequence):
         flags.error(f"the loss of {asked.model} has a batch of its own: leave --batch and --sequence out")
+    asked.batch, asked.sequence = asked.batch or BATCH, asked.sequence or SEQUENCE
 
 
 def _settings(flags: argparse.ArgumentParser, asked: argparse.Namespace) -> Settings:
     """Read the run file, which flags overrule, and complete the numbers of ranks from it."""
-    from yafsdp_cc.config import CONFIG, read
-
     given = {name: getattr(asked, flag) for flag, names in FROM_FLAGS.items() for name in names}
     if given["precision.param"] is None and asked.config is None and CONFIG not in os.environ:
         given |= dict.fromkeys(FROM_FLAGS["precision"], "bf16")
@@ -209,14 +205,13 @@ def _rows(flags: argparse.ArgumentParser, asked: argparse.Namespace, settings: S
 
     dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
     policy = MixedPrecisionPolicy(dtypes[settings["precision.param"].value] if "precision.param" in settings else None)
-    batch, sequence = asked.batch or BATCH, asked.sequence or SEQUENCE
-    subject = subject_of(asked.model, batch, sequence)
+    subject = subject_of(asked.model, asked.batch, asked.sequence)
     found = None if subject.loss is None else probe(subject, policy)
     if found is None and (asked.checkpoint or asked.rate):
         flags.error(f"{asked.model} returns no loss: --checkpoint and --rate need one; see docs/estimate.md")
     doubled = None
     if asked.memory and ":" not in asked.model:
-        doubled = probe(subject_of(asked.model, 2 * batch, sequence), policy).activations
+        doubled = probe(subject_of(asked.model, 2 * asked.batch, asked.sequence), policy).activations
     return [_row(subject.build, ranks, asked, settings, found, doubled) for ranks in asked.ranks]
 
 
@@ -228,7 +223,6 @@ def _row(
     found: Probe | None,
     doubled: Activations | None,
 ) -> Row:
-    from yafsdp_cc.plan.report import human
     from yafsdp_cc.tools.estimate import headroom_of, plan_over, room_in
 
     shards = ranks // asked.replicas
@@ -239,7 +233,7 @@ def _row(
     separate = "shard.separate_reduce_group" in settings and settings["shard.separate_reduce_group"].value
     communicators = (1 + (asked.replicas > 1) + separate) if asked.device == "cuda" else 0
     if found is None:
-        return Row(plan, optimizer, None, 0, headroom_of(held, communicators), _assumed(asked, plan, 0, 0))
+        return Row(plan, optimizer, None, 0, headroom_of(held, communicators), _assumed(asked, plan, 0, 0), {})
     blocks = len(found.blocks)
     checkpointed = {"all": blocks, "fit": 0}.get(asked.checkpoint, asked.checkpoint)
     if checkpointed > blocks:
@@ -255,12 +249,12 @@ def _row(
         checkpointed = fewest
     activations = found.activations.peak(checkpointed)
     headroom, assumed = headroom_of(held + activations, communicators), _assumed(asked, plan, checkpointed, blocks)
-    answers: dict[str, str | float | None] = {}
+    answers: dict[str, str | float] = {}
     if doubled is not None:
         most = blocks if asked.checkpoint == "fit" else checkpointed
-        largest = found.activations.largest_batch(doubled, asked.batch or BATCH, room, most)
+        largest = found.activations.largest_batch(doubled, asked.batch, room, most)
         answers[f"largest batch, {most} blocks recomputed"] = largest
-    row = Row(plan, optimizer, activations, checkpointed, headroom, assumed, None, answers)
+    row = Row(plan, optimizer, activations, checkpointed, headroom, assumed, answers)
     if asked.rate is None:
         return row
     return _timed(row, found, asked, lambda codec: plan_over(build, mesh, asked.device, compression=codec))
@@ -269,7 +263,6 @@ def _row(
 def _timed(row: Row, found: Probe, asked: argparse.Namespace, replan: Callable[..., Plan]) -> Row:
     """Return the row with the times of a step, and answers that follow from them."""
     from yafsdp_cc.compression import Compression
-    from yafsdp_cc.tools.step_time import Link, events_of, step_time
 
     moved = 2 * (row.plan.parameter_shard_bytes + row.optimizer) + row.plan.gradient_shard_bytes
     updating = moved / asked.memory_rate if asked.memory_rate else 0.0
@@ -283,7 +276,7 @@ def _timed(row: Row, found: Probe, asked: argparse.Namespace, replan: Callable[.
 
     seconds, answers = seconds_of(row.plan), dict(row.answers)
     if ":" not in asked.model:  # the batch of a user's module:factory is unknown
-        tokens = (asked.batch or BATCH) * (asked.sequence or SEQUENCE) * row.ranks / seconds.total
+        tokens = asked.batch * asked.sequence * row.ranks / seconds.total
         answers |= {"tokens / s of the job": tokens, "tokens / s and rank": tokens / row.ranks}
         if asked.tokens:
             answers[f"days for {asked.tokens / 1e9:,.6g} billion tokens"] = asked.tokens / tokens / 86400
@@ -308,14 +301,13 @@ def _assumed(asked: argparse.Namespace, plan: Plan, checkpointed: int, blocks: i
     dtypes = plan.dtypes[0] if plan.dtypes else None
     assumed = {"batch": "the factory's own"}
     if ":" not in asked.model:
-        assumed["batch"] = f"{asked.batch or BATCH} x {asked.sequence or SEQUENCE:,} tokens on each rank"
+        assumed["batch"] = f"{asked.batch} x {asked.sequence:,} tokens on each rank"
     assumed["optimizer"] = {"adamw": "AdamW, two numbers for each parameter", "sgd": "SGD, no state"}[asked.optimizer]
     if dtypes is not None:
         told = f"parameters {dtypes.parameters}, forward {dtypes.forward}"
         assumed["precisions"] = f"{told}, gathered {dtypes.gathered}, reduced {dtypes.reduced}"
-    assumed["recomputed"] = {"fit": "as many blocks as must be", "all": "all blocks"}.get(
-        asked.checkpoint, f"{checkpointed} of {blocks} blocks"
-    )
+    recomputed = {"fit": "as many blocks as must be", "all": "all blocks"}
+    assumed["recomputed"] = recomputed.get(asked.checkpoint, f"{checkpointed} of {blocks} blocks")
     if asked.memory:
         assumed["memory"] = f"{asked.memory / (1 << 30):.1f} GiB, headroom included"
     if asked.rate:
@@ -328,9 +320,6 @@ def _assumed(asked: argparse.Namespace, plan: Plan, checkpointed: int, blocks: i
 
 
 def _text(rows: list[Row]) -> str:
-    from yafsdp_cc.plan.report import human
-    from yafsdp_cc.table import table
-
     plan, empty = rows[0].plan, [""] * len(rows)
     lines = [f"{plan.elements:,} parameters in {plan.parameters:,} tensors and {len(plan.units)} units", "", "assumed"]
     lines += [f"  {name:<12}{told}" for name, told in rows[0].assumed.items()]
@@ -344,7 +333,7 @@ def _text(rows: list[Row]) -> str:
     shown = [("ranks", *(f"{row.ranks:,}" for row in rows)), ("held by a rank", *empty)]
     shown += [*cells([row.memory for row in rows]), ("  total", *map(human, held))]
     shown += [("headroom", *empty), *cells([row.headroom for row in rows]), ("total with headroom", *totals)]
-    shown += [("sent by a rank in a step", *empty), *cells([_sent(row) for row in rows])]
+    shown += [("sent by a rank in a step", *empty), *cells([_sent(row.plan.communication) for row in rows])]
     shown += [("blocks recomputed", *(str(row.checkpointed) for row in rows))]
     times = [row.seconds for row in rows if row.seconds is not None]
     if times:
@@ -352,17 +341,16 @@ def _text(rows: list[Row]) -> str:
         for name in times[0]._fields:
             shown += [(f"  {name.replace('_', ' ')}", *(f"{getattr(each, name):.4g}" for each in times))]
     for name in dict.fromkeys(name for row in rows for name in row.answers):
-        found = [row.answers.get(name) for row in rows]
-        shown += [
-            (name, *(f"{each:,.{2 * (each < 100)}f}" if isinstance(each, float) else str(each) for each in found))
-        ]
+        shown += [(name, *(_answer(row.answers.get(name)) for row in rows))]
     return "\n".join([*lines, "", table(*shown)])
 
 
-def _sent(row: Row) -> dict[str, int]:
-    """Return the bytes that a rank sends in a step, by name."""
-    fields = ("gather_forward", "gather_backward", "reduce", "replicated", "replicas", "total")
-    sizes = {name.replace("_", ", "): getattr(row.plan.communication, name) for name in fields}
+def _answer(value: str | float | None) -> str:
+    return f"{value:,.{0 if value >= 100 else 2}f}" if isinstance(value, float) else str(value)
+
+
+def _sent(communication: PlannedCommunication) -> dict[str, int]:
+    sizes = {**communication.sent, "total": communication.total}
     return {name: size for name, size in sizes.items() if size}
 
 

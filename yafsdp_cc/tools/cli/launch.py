@@ -9,13 +9,11 @@ import argparse
 import logging
 import os
 import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from yafsdp_cc.config import Settings
+from yafsdp_cc.config import RUN, SET, Settings, mistake_in, read, to_environment
 
 # these loggers warn of passed-on signals and failed processes, which the launcher reports once at the end
 REPEATED_BY_US = ("torch.distributed.elastic.agent.server.api", "torch.distributed.elastic.multiprocessing.api")
@@ -29,9 +27,7 @@ fails, its last lines and its traceback come last. Under srun with one task per 
 
 def main(argv: list[str]) -> int:
     """Run the script on all ranks of this node; return its exit status."""
-    ours = argparse.ArgumentParser(
-        "yafsdp-cc launch", USAGE, ABOUT, add_help=False, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    ours = argparse.ArgumentParser("yafsdp-cc launch", USAGE, ABOUT, add_help=False)
     ours.add_argument("-c", "--config", metavar="FILE", help="settings of the run; yafsdp-cc config writes one")
     setting = "one of its settings, such as shard.zero_stage=2; as often as needed"
     ours.add_argument("--set", metavar="NAME=VALUE", action="append", default=[], help=setting)
@@ -46,15 +42,8 @@ def main(argv: list[str]) -> int:
 
     from yafsdp_cc.tools.cli import elastic, forks
 
-    base = torchrun.get_args_parser()
-    parser = argparse.ArgumentParser(
-        ours.prog,
-        USAGE,
-        ABOUT,
-        parents=[ours, base],
-        conflict_handler="resolve",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parents = [ours, torchrun.get_args_parser()]
+    parser = argparse.ArgumentParser(ours.prog, USAGE, ABOUT, parents=parents, conflict_handler="resolve")
     defaults = vars(parser.parse_args(["script"]))  # torchrun's options from PET_... variables
     if "PET_MASTER_PORT" not in os.environ:
         defaults["master_port"] = None  # torch before 2.13 has 29500, as if that had been asked for
@@ -85,12 +74,13 @@ def main(argv: list[str]) -> int:
     if options.bandwidth is None:
         return elastic.run(options, parser, folder, title)
     from yafsdp_cc.tools.netlab import Lab, Unavailable
+    from yafsdp_cc.tools.netlab.links import VARIABLE
 
     if options.no_python or options.run_path or options.nnodes not in ("1", "1:1"):
         parser.error("--bandwidth is for a Python script on this machine alone")
     try:
         with Lab(ranks, options.bandwidth) as lab:
-            os.environ["YAFSDP_CC_JOIN"] = ",".join(map(str, (lab.links.keeper, *lab.links.descriptors)))
+            os.environ["YAFSDP_CC_JOIN"] = lab.links.variables(0)[VARIABLE]
             return elastic.run(options, parser, folder, title)
     except ValueError as error:
         parser.error(f"--bandwidth: {error}")
@@ -101,7 +91,6 @@ def main(argv: list[str]) -> int:
 def _settings(parser: argparse.ArgumentParser, given: Mapping[str, Any]) -> Settings:
     """Read the settings of run file, environment and command line; pass those of the engine on to the ranks."""
     from yafsdp_cc.compression.config import compression_of_run
-    from yafsdp_cc.config import RUN, read, to_environment
 
     try:
         settings = read(given.get("config"), given["set"])
@@ -117,8 +106,6 @@ def _by_precedence(
     defaults: Mapping[str, Any], given: Mapping[str, Any], settings: Settings, slurm: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return torchrun's options, from the command line, else the environment, else the run file, else the defaults."""
-    from yafsdp_cc.config import SET
-
     of: dict[str, dict[str, Any]] = {"--set": {}, SET: {}, "file": {}}
     for name, one in settings.items():
         section, _, option = name.partition(".")
@@ -155,8 +142,6 @@ def _from_slurm(parser: argparse.ArgumentParser) -> dict[str, Any]:
 
 def _check(parser: argparse.ArgumentParser, options: argparse.Namespace, ranks_of: Callable[[str], int]) -> int:
     """Report errors once that every rank would report by a traceback; return the number of ranks on this node."""
-    from yafsdp_cc.config import mistake_in
-
     if not (options.module or options.no_python) and not Path(options.training_script).is_file():
         parser.error(f"no such script: {options.training_script}")
     try:

@@ -9,14 +9,11 @@ import selectors
 import sys
 import threading
 import time
+from collections.abc import Collection
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest
-
-if TYPE_CHECKING:
-    from collections.abc import Collection
-    from pathlib import Path
 
 LOG = "YAFSDP_CC_LOG"
 """Environment variable with the path of a rank's log, for output that must not appear on the console."""
@@ -39,21 +36,18 @@ class RankLogs(DefaultLogsSpecs):
 
     def __init__(self, folder: Path, errors: str, shown: Collection[int] | None, title: str) -> None:
         super().__init__(log_dir=errors)
-        self._folder = folder
-        self._shown = shown
-        self._title = title
+        self._folder, self._shown, self._title = folder, shown, title
         self._attempt = 0
         self._copies: _Copies | None = None
         self._begins: dict[int, int] = {}
-        self._on_console: set[int] = set()
+        """Place in the log where the output of this attempt begins, by rank, of ranks that are not on the console."""
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """Open the logs of another attempt; called by torch's agent before it starts the ranks."""
         self.finish()
         destinations = super().reify(envs)
         self._attempt += 1
-        self._copies = _Copies()
-        self._on_console = set()
+        self._copies, self._begins = _Copies(), {}
         for local_rank, env in envs.items():
             rank = int(env["RANK"])
             when = time.strftime("%Y-%m-%d %H:%M:%S")
@@ -65,9 +59,9 @@ class RankLogs(DefaultLogsSpecs):
             except OSError as error:
                 why = f"{self.path(rank)} cannot be written, {error.strerror}: name another folder, --log-dir=DIR"
                 raise UnwritableError(why) from error
-            self._begins[rank] = os.fstat(log).st_size
             shown = rank == 0 if self._shown is None else local_rank in self._shown
-            self._on_console |= {rank} if shown else set()
+            if not shown:
+                self._begins[rank] = os.fstat(log).st_size
             destinations.stdouts[local_rank] = self._copies.add(log, 1 if shown else None)
             destinations.stderrs[local_rank] = self._copies.add(log, 2 if shown else None)
             env[LOG] = str(self.path(rank).absolute())
@@ -89,19 +83,19 @@ class RankLogs(DefaultLogsSpecs):
         with suppress(OSError), self.path(rank).open("a") as file:  # a full disk was reported already
             file.write(text)
 
-    def last_lines(self, rank: int, count: int = 12) -> list[str]:
+    def last_lines(self, rank: int) -> list[str]:
         """Return the last lines that a rank has printed in this attempt; none for ranks on the console.
 
         A progress bar, which rewrites one line, appears in its last state; of long lines only the ends appear.
         """
-        if rank in self._on_console:
+        if rank not in self._begins:
             return []
         with self.path(rank).open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(self._begins[rank], size - (1 << 16)))
             text = file.read().decode(errors="replace")
         lines = [line.rstrip("\r").rpartition("\r")[2][-400:] for line in text.split("\n")]
-        return [line for line in lines if line][-count:]
+        return [line for line in lines if line][-12:]
 
 
 class _Copies:

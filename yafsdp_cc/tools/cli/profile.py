@@ -22,20 +22,13 @@ def main(argv: list[str]) -> int:
         prog="yafsdp-cc profile",
         usage="%(prog)s [flags below] [torchrun's flags] script.py ...",
         description=ABOUT,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("--tool", choices=["kineto", "nsys"], default="kineto", help="what records (%(default)s)")
-    parser.add_argument(
-        "--steps", type=_steps, default=(4, 6), metavar="FIRST:LAST", help="optimizer steps, from 1 on (4:6)"
-    )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=Path("profile"),
-        metavar="FOLDER",
-        help="of a trace for each rank, in place of those there (%(default)s)",
-    )
+    steps = "optimizer steps, from 1 on (4:6)"
+    parser.add_argument("--steps", type=_steps, default=(4, 6), metavar="FIRST:LAST", help=steps)
+    output = "of a trace for each rank, in place of those there (%(default)s)"
+    parser.add_argument("--output", type=Path, default=Path("profile"), metavar="FOLDER", help=output)
     parser.add_argument("--trace", default="cuda,nvtx", help="what nsys traces (%(default)s); osrt: also system calls")
     asked, rest = own_flags(parser, argv)
 
@@ -72,13 +65,7 @@ def _traces(folder: Path) -> list[Path]:
 
 
 def nsys_arguments(argv: list[str], folder: Path, trace: str) -> list[str]:
-    """Return arguments of ``launch`` that run each rank under ``nsys``, one report for each.
-
-    Args:
-        argv: torchrun's flags, the script and its arguments.
-        folder: folder for the reports.
-        trace: APIs to trace, as nsys names them.
-    """
+    """Return arguments of ``launch`` that run each rank under ``nsys``, which writes a report of each to ``folder``."""
     from torch.distributed import run as torchrun
 
     options = torchrun.get_args_parser().parse_args(argv)

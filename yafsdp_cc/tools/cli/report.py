@@ -11,6 +11,7 @@ from datetime import datetime
 from pathlib import Path
 
 from yafsdp_cc.table import table
+from yafsdp_cc.tools.report import page
 from yafsdp_cc.tools.report.overlap import measure
 from yafsdp_cc.tools.report.trace import UnreadableError, read
 
@@ -24,19 +25,12 @@ TRACES = (".json", ".json.gz", ".sqlite", ".nsys-rep")
 
 def main(argv: list[str]) -> int:
     """Print the tables and write the page; return 1 if a file cannot be read."""
-    parser = argparse.ArgumentParser(
-        prog="yafsdp-cc report", description=ABOUT, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(prog="yafsdp-cc report", description=ABOUT)
     parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="folders of runs or traces, or files")
     parser.add_argument("--output", "-o", type=Path, default=Path("report.html"), help="the page (%(default)s)")
     asked = parser.parse_args(argv)
     if not asked.output.absolute().parent.is_dir():
         parser.error(f"--output {asked.output}: there is no such folder")
-
-    from yafsdp_cc.tools.report import (
-        page,  # only after the flags are checked: importing pydantic takes a tenth of a second
-    )
-
     try:
         files = list({file.resolve(): file for path in asked.paths for file in _files(path)}.values())
         runs = [page.read_run(file) for file in files if file.suffix == ".jsonl"]

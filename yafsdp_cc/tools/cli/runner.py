@@ -17,7 +17,7 @@ import signal
 import sys
 import time
 import traceback
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -30,7 +30,7 @@ PR_SET_PDEATHSIG = 1
 def main() -> None:
     """Run the program named on the command line as ``__main__``."""
     if "YAFSDP_CC_JOIN" in os.environ:
-        _join_lab(os.environ.pop("YAFSDP_CC_JOIN"))
+        _join_lab()
     end_with_parent()
     signal.signal(signal.SIGINT, _interrupt_once)
     if "YAFSDP_CC_LOG" in os.environ:
@@ -45,17 +45,16 @@ def main() -> None:
 
 def end_with_parent() -> None:
     """Have the kernel kill this process when the one that has started it ends."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _join_lab(machines: str) -> None:
+def _join_lab() -> None:
     """Move to this rank's machine of the lab that the launcher has made, before torch starts threads."""
     from yafsdp_cc.tools.netlab import namespaces
-    from yafsdp_cc.tools.netlab.links import Links
+    from yafsdp_cc.tools.netlab.links import VARIABLE, Links
 
-    keeper, *descriptors = map(int, machines.split(","))
-    links, rank = Links(keeper, tuple(descriptors)), int(os.environ["RANK"])
+    os.environ[VARIABLE] = os.environ.pop("YAFSDP_CC_JOIN")
+    links, rank = Links.here(), int(os.environ["RANK"])
     namespaces.enter(links.of_rank(rank), links.user)
     # the launcher's own store is on a loopback interface that the lab's machines do not reach
     os.environ.update(links.variables(rank), TORCHELASTIC_USE_AGENT_STORE="False")
@@ -103,12 +102,11 @@ def _run(argv: list[str]) -> None:
         from yafsdp_cc.tools.cli.capture import capture
 
         capture(wanted)
-    trial: AbstractContextManager[None] = nullcontext()
-    if wanted := os.environ.pop("YAFSDP_CC_TRY", ""):
-        from yafsdp_cc.tools.trial import on_trial
+    with ExitStack() as watches:
+        if wanted := os.environ.pop("YAFSDP_CC_TRY", ""):
+            from yafsdp_cc.tools.trial import on_trial
 
-        trial = on_trial(wanted)
-    with trial:
+            watches.enter_context(on_trial(wanted))
         _run_program(argv)
 
 

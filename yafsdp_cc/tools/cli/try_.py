@@ -7,36 +7,37 @@ turns, so that a machine that slows down slows all of them; a time is the median
 from __future__ import annotations
 
 import argparse
-import gzip
 import json
 import os
 import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from math import nan
 from pathlib import Path
 from statistics import mean, median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from yafsdp_cc.table import table
 from yafsdp_cc.tools.cli.demo import positive
 from yafsdp_cc.tools.cli.profile import own_flags
 from yafsdp_cc.tools.report.overlap import measure
-from yafsdp_cc.tools.report.trace import read
+from yafsdp_cc.tools.report.trace import read, read_events
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-EXACT = {"compression.gradients": "fp32"}
-ONE_BIT = {"compression.gradients": "onebit", "compression.weights": "ternary", "compression.residual": "int8"}
 SETTINGS: dict[str, dict[str, Any]] = {
     "fsdp2": {},
-    "exact": EXACT,
-    "bf16": {**EXACT, "precision.param": "bf16"},
+    "exact": {"compression.gradients": "fp32"},
+    "bf16": {"compression.gradients": "fp32", "precision.param": "bf16"},
     "int8": {"compression.gradients": "int8", "compression.weights": "int8"},
-    "OneBitAdam": {**ONE_BIT, "shard.reshard_after_forward": False},
+    "OneBitAdam": {
+        "compression.gradients": "onebit",
+        "compression.weights": "ternary",
+        "compression.residual": "int8",
+        "shard.reshard_after_forward": False,
+    },
 }
 """Settings of the engine in each row of the table, the simpler one first; ``fsdp2`` is by torch's own engine."""
 FIRST_ROUND = 0.75
@@ -90,7 +91,6 @@ def main(argv: list[str]) -> int:
         prog="yafsdp-cc try",
         usage="%(prog)s [flags below] [flags of yafsdp-cc launch] script.py ...",
         description=ABOUT,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("--settings", default=",".join(SETTINGS), metavar="NAMES", help="some of them (%(default)s)")
@@ -257,8 +257,7 @@ class _Trials:
 
 def sent_in(trace: Path, ranks: int) -> int:
     """Return the bytes that a rank of torch's FSDP2 sends in a recorded step, by the shapes of its collectives."""
-    with gzip.open(trace, "rt") as file:
-        events = json.load(file)["traceEvents"]
+    events = read_events(trace)
     # gloo sums for a reduce-scatter by an all-reduce, which sends twice as much
     by_gloo = any(each.get("name") == "gloo:all_reduce" for each in events)
     times = {"c10d::_allgather_base_": 1, "c10d::_reduce_scatter_base_": 2 if by_gloo else 1}
@@ -293,13 +292,14 @@ class Comparison:
 
     def loss(self, row: Row) -> float:
         """Return the mean loss of the last steps that all rows have; NaN without a loss."""
-        return mean(row.losses[0][self.first : self.last] or [float("nan")])
+        return mean(row.losses[0][self.first : self.last] or [nan])
 
     def above(self, row: Row) -> float:
         """Return by how many percent a row's loss is above that of the row ``exact``; NaN if that is unknown."""
-        return (
-            float("nan") if self.base is None else _percent(self.loss(row) - self.loss(self.base), self.loss(self.base))
-        )
+        if self.base is None:
+            return nan
+        base = self.loss(self.base)
+        return _percent(self.loss(row) - base, base)
 
     def best(self) -> tuple[Row | None, list[Row]]:
         """Return the row to recommend, and all that are not slower than the fastest by more than its turns differ.
@@ -353,16 +353,13 @@ def _recommend(compared: Comparison, command: str, imports: str) -> int:
         print(f"Losses of two runs of exact differ by {compared.noise:.2f} %: the script draws without a seed.")
     for row in compared.rows:
         if row.seconds < chosen.spread[0] and compared.above(row) > compared.margin:
-            faster = (
-                f"{chosen.seconds / row.seconds:.2f} times as fast, but its loss is {compared.above(row):.2f} % above"
-            )
+            faster = f"{chosen.seconds / row.seconds:.2f} times as fast"
             warm = "; half of these steps were its warm-up: --steps 200 tells more" if row.name == "OneBitAdam" else ""
-            print(f"{row.name} is {faster}{warm}.")
+            print(f"{row.name} is {faster}, but its loss is {compared.above(row):.2f} % above{warm}.")
     chosen_sets = {} if chosen is compared.base else SETTINGS[chosen.name]
     sets = "".join(f" --set {name}={str(value).lower()}" for name, value in chosen_sets.items())
-    optimizer = (
-        "yafsdp_cc.optim.OneBitAdam for the optimizer (docs/one-bit.md), " if chosen.name == "OneBitAdam" else ""
-    )
-    engine = "torch's fully_shard, " if chosen.name == "fsdp2" else imports
-    print(f"Use {engine}{optimizer}yafsdp-cc launch{sets} {command}")
+    changes = "torch's fully_shard, " if chosen.name == "fsdp2" else imports
+    if chosen.name == "OneBitAdam":
+        changes += "yafsdp_cc.optim.OneBitAdam for the optimizer (docs/one-bit.md), "
+    print(f"Use {changes}yafsdp-cc launch{sets} {command}")
     return 0

@@ -7,6 +7,7 @@ import sysconfig
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -57,8 +58,4 @@ def spread_windows(data: Tensor, count: int, length: int, rank: int, ranks: int)
 
 
 def _tensor(content: bytes | bytearray) -> Tensor:
-    return (
-        torch.frombuffer(bytearray(content), dtype=torch.uint8)
-        if content
-        else torch.empty(0, dtype=torch.uint8, device="cpu")
-    )
+    return torch.from_numpy(np.frombuffer(bytearray(content), np.uint8))  # torch.frombuffer refuses to be empty

@@ -12,20 +12,16 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, Pipe, wait
-from typing import TYPE_CHECKING, Any, NoReturn
+from multiprocessing.context import ForkProcess
+from typing import Any, NoReturn
 
 from yafsdp_cc.tools.netlab import namespaces
 from yafsdp_cc.tools.netlab.keeper import keep
-from yafsdp_cc.tools.netlab.links import UNSHAPED, LabError, Links, Unavailable, bits_per_second
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from multiprocessing.context import ForkProcess
-
-    from yafsdp_cc.tools.netlab.links import Traffic
+from yafsdp_cc.tools.netlab.links import UNSHAPED, LabError, Links, Traffic, Unavailable, bits_per_second
 
 MOST_RANKS = 250
 START = 30.0
@@ -103,17 +99,17 @@ class Lab:
         shutil.rmtree(self._folder, ignore_errors=True)  # a keeper that was killed has left the folder
 
     def run(self, body: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
-        """Run ``body(*args)`` on forked ranks in one gloo group with equal seeds; return its picklable results in rank
-        order.
+        """Run ``body(*args)`` on forked ranks in one gloo group with equal seeds; return the results, by pickle.
 
         The caller must have imported torch and computed nothing: threads do not survive a fork. The first rank that
         raises ends the others, and ``LabError`` holds its traceback; so does a hang, after ``timeout`` seconds.
         """
-        return self._on_ranks(_with_gloo, timeout, timeout, body, args)
+        store = f"{tempfile.mkdtemp(dir=self._folder)}/store"
+        return self._on_ranks(timeout, _with_gloo, store, timeout, body, args)
 
     def launch(self, command: Sequence[str], timeout: float = 3600.0) -> None:
         """Run a command as every rank, with torchrun's variables set; ``LabError`` if one fails or hangs."""
-        self._on_ranks(_execute, timeout, command)
+        self._on_ranks(timeout, _execute, command)
 
     def set_bandwidth(self, bandwidth: str, *, rank: int | None = None, receive: str | None = None) -> None:
         """Change the rate of every link, or of one rank's, of running ranks too; a rank may call it itself."""
@@ -127,23 +123,20 @@ class Lab:
         """Return the bytes that every machine sent and received in the last run, or so far in the present one."""
         return [now.since(then) for now, then in zip(self._ended or self.traffic(), self._started, strict=True)]
 
-    def _on_ranks(self, body: Callable[..., Any], timeout: float, *args: Any) -> list[Any]:
-        """Run ``body(rank, folder, links, *args)`` on each rank, a process forked into its namespace; return the
-        results.
+    def _on_ranks(self, timeout: float, body: Callable[..., Any], *args: Any) -> list[Any]:
+        """Return the results of ``body(*args)`` on each rank, a process forked into its namespace.
 
         The bytes on the links are counted meanwhile. The processes, and all that they have started, end with this call.
         """
         self._started, self._ended = self.traffic(), None
-        context, folder = multiprocessing.get_context("fork"), tempfile.mkdtemp(dir=self._folder)
-        deadline = time.monotonic() + timeout
+        context, deadline = multiprocessing.get_context("fork"), time.monotonic() + timeout
         processes: list[ForkProcess] = []
         missing: dict[Connection, int] = {}
         results = {}
         try:
             for rank in range(self._ranks):
                 ours, theirs = context.Pipe(duplex=False)
-                job = (os.getpid(), theirs, body, rank, folder, self.links, args)
-                process = context.Process(target=_be_rank, args=job)
+                process = context.Process(target=_be_rank, args=(os.getpid(), theirs, rank, self.links, body, args))
                 process.start()
                 theirs.close()
                 processes.append(process)
@@ -202,7 +195,7 @@ def _received(answer: Connection, rank: int, processes: Sequence[ForkProcess]) -
 
 
 def _be_rank(
-    parent: int, answer: Connection, body: Callable[..., Any], rank: int, folder: str, links: Links, args: Any
+    parent: int, answer: Connection, rank: int, links: Links, body: Callable[..., Any], args: tuple[Any, ...]
 ) -> NoReturn:
     """Enter the rank's namespace before there are threads, run the body and send what it returns.
 
@@ -213,7 +206,7 @@ def _be_rank(
         namespaces.enter(links.of_rank(rank), links.user)
         namespaces.die_with(parent)
         os.environ.update(links.variables(rank))
-        result = body(rank, folder, links, *args)
+        result = body(*args)
         _flush()
         answer.send((False, result))
     except LabError as error:
@@ -230,21 +223,19 @@ def _flush() -> None:
     sys.stderr.flush()
 
 
-def _with_gloo(
-    rank: int, folder: str, links: Links, timeout: float, body: Callable[..., Any], args: tuple[Any, ...]
-) -> Any:
+def _with_gloo(store: str, timeout: float, body: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     torch.manual_seed(0)
     # ranks find each other by a file, so that the links carry only their own messages
-    store, world, seconds = f"file://{folder}/store", len(links.descriptors), timedelta(seconds=timeout)
-    dist.init_process_group("gloo", store, timeout=seconds, rank=rank, world_size=world)
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", f"file://{store}", timedelta(seconds=timeout), world_size=world, rank=rank)
     return body(*args)
 
 
-def _execute(rank: int, folder: str, links: Links, command: Sequence[str]) -> None:
+def _execute(command: Sequence[str]) -> None:
     try:
         status = subprocess.run(command, stdin=subprocess.DEVNULL).returncode
     except OSError as error:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 UNSHAPED = "unshaped"
 VARIABLE = "YAFSDP_CC_NETLAB"

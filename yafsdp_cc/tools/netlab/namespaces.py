@@ -6,12 +6,9 @@ import ctypes
 import os
 import signal
 import time
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Collection
 
 NEW_USER = 0x10000000
 NEW_NET = 0x40000000

@@ -5,14 +5,11 @@ Colours are classes ``c0`` to ``c8`` (grey) of the page's style sheet, so that t
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from math import ceil, floor, log10
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-    from yafsdp_cc.tools.report.overlap import Span
+from yafsdp_cc.tools.report.overlap import Span
 
 WIDTH, WIDE, HEIGHT, LEFT, RIGHT, BOTTOM, TOP, ROW = 480, 1440, 230, 74, 28, 40, 10, 30
 MOST_POINTS = 300
@@ -113,14 +110,7 @@ def bars(
 def timeline(
     title: str, most: float, colours: Mapping[str, int], lanes: Mapping[str, Mapping[str, Sequence[Span]]]
 ) -> str:
-    """Draw the spans of each lane on a time axis.
-
-    Args:
-        title: title of the picture.
-        most: end of the axis in milliseconds.
-        colours: colours of the kinds of work.
-        lanes: spans in milliseconds, by lane and kind.
-    """
+    """Draw the spans of each lane by kind of work, in milliseconds, on a time axis that ends at ``most``."""
     left = 150
     wide, height = WIDE - left - 16, TOP + ROW * len(lanes) + BOTTOM
     drawn = _axis(left, wide, height, most, "milliseconds", 12)

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from statistics import mean
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
-from yafsdp_cc.tools.report.trace import COMMUNICATION
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from yafsdp_cc.tools.report.trace import Activity, Trace
+from yafsdp_cc.tools.report.trace import COMMUNICATION, Activity, Trace
 
 NOT_COMPUTED = (*COMMUNICATION, "copy")
 """Kinds of work that do not hide communication, such as a copy of the next batch."""
@@ -110,6 +106,12 @@ def measure(trace: Trace) -> Overlap:
             return computed
         return joined(span for other, spans in work.items() if other != kind for span in spans)
 
+    def shared(spans: list[Span], others: list[Span]) -> Shared:
+        return Shared(length(spans), length(without(spans, others)))
+
+    groups: dict[str, dict[str, Shared]] = {}
+    for group, kinds in by_group.items():
+        groups[group] = {kind: shared(joined(spans), computed) for kind, spans in kinds.items()}
     parts, seen = {}, list[Span]()
     codec = joined([*work.get("encode", []), *work.get("decode", [])])
     ordered = (("compute", work.get("compute", [])), ("optimizer", work.get("optimizer", [])), ("codec", codec))
@@ -121,16 +123,10 @@ def measure(trace: Trace) -> Overlap:
     alone = sum(each.beside * each.alone_us for each in slowed)
     return Overlap(
         trace,
-        {kind: Shared(length(spans), length(without(spans, beside(kind)))) for kind, spans in work.items()},
-        Shared(length(sent), length(without(sent, computed))),
+        {kind: shared(spans, beside(kind)) for kind, spans in work.items()},
+        shared(sent, computed),
         parts,
-        {
-            group: {
-                kind: Shared(length(spans), length(without(spans, computed)))
-                for kind, spans in ((kind, joined(each)) for kind, each in kinds.items())
-            }
-            for group, kinds in by_group.items()
-        },
+        groups,
         slowed,
         sum(each.beside * each.beside_us for each in slowed) / alone if alone else None,
         _among_communication(trace.activities),

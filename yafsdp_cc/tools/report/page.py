@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Sequence
 from html import escape
 from importlib.resources import files
 from math import nan
+from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeAlias, get_args
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from yafsdp_cc.tools.report import charts
-from yafsdp_cc.tools.report.overlap import Shared, joined
+from yafsdp_cc.tools.report.overlap import Overlap, Shared, Slowed, joined
 from yafsdp_cc.tools.report.trace import COMMUNICATION, Kind, UnreadableError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-    from pathlib import Path
-
-    from yafsdp_cc.tools.report.overlap import Overlap, Slowed
 
 Rows = list[list[str]]
 """A table; the first row is its head, the first column has names."""
@@ -30,10 +26,12 @@ Figure: TypeAlias = Annotated[float, Field(ge=-1e300, le=1e300)] | None
 """A figure of a table; None is a number that was not finite."""
 
 
-class Start(BaseModel):
-    """The first line of a run, or of a run that resumes it, as far as a report uses it."""
-
+class _Line(BaseModel):
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+
+class Start(_Line):
+    """The first line of a run, or of a run that resumes it, as far as a report uses it."""
 
     event: Literal["start"]
     first_step: Count = 0
@@ -43,10 +41,8 @@ class Start(BaseModel):
     planned_bytes: Figure = None
 
 
-class Record(BaseModel):
+class Record(_Line):
     """A line about steps, a validation or the end, as far as a report uses it."""
-
-    model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
     event: Literal["step", "eval", "end"]
     step: Count
@@ -86,6 +82,10 @@ class Run(NamedTuple):
         """Return the median of a key over all reports but the first, whose steps make buffers."""
         values = [y for _, y in self.curve(key)]
         return median(values[1:] or values) if values else None
+
+    def parts(self) -> dict[str, float]:
+        """Return the usual seconds of the parts of a step that are known, by name."""
+        return {each: self.usual(f"{each}_s") or 0.0 for each in ("forward", "backward", "optimizer")}
 
     def last(self, key: str) -> Any:
         """Return the last value of a key, NaN if it was not finite; None if there is none."""
@@ -140,9 +140,6 @@ def read_run(path: Path) -> Run:
 # Runs ----------------------------------------------------------------------------------------------------------------
 
 
-PARTS = ("forward", "backward", "optimizer")
-
-
 def run_table(runs: Sequence[Run]) -> Rows:
     """Return the figures of runs, a row for each."""
     megabytes = ["MB sent/step", "MB owned", "MB planned", "MB at most"]
@@ -151,6 +148,7 @@ def run_table(runs: Sequence[Run]) -> Rows:
     def row(run: Run) -> list[str]:
         step, sent = run.usual("s_per_step"), [run.usual(f"{each}_bytes_per_step") for each in ("gathered", "reduced")]
         losses = run.last("loss"), run.last("val_loss")
+        held = map(run.last, ("owned_bytes", "planned_bytes", "peak_memory_bytes"))
         return [
             run.name,
             _cell(run.last("ranks")),
@@ -159,10 +157,7 @@ def run_table(runs: Sequence[Run]) -> Rows:
             _cell(run.usual("tokens_per_s"), ",.0f"),
             _cell(step and 1e3 * step, ",.1f"),
             _cell(None if None in sent else sum(each or 0 for each in sent) / 1e6, ",.2f"),
-            *(
-                _cell(value and value / 1e6, ",.1f")
-                for value in map(run.last, ("owned_bytes", "planned_bytes", "peak_memory_bytes"))
-            ),
+            *(_cell(value and value / 1e6, ",.1f") for value in held),
         ]
 
     return [head, *map(row, runs)]
@@ -171,8 +166,7 @@ def run_table(runs: Sequence[Run]) -> Rows:
 def run_verdict(runs: Sequence[Run]) -> list[str]:
     """Return what differs between runs, the largest ratio first; of one run, what takes most of its step."""
     if len(runs) == 1:
-        run, step = runs[0], runs[0].usual("s_per_step")
-        parts = {each: run.usual(f"{each}_s") or 0.0 for each in PARTS}
+        run, step, parts = runs[0], runs[0].usual("s_per_step"), runs[0].parts()
         if not step or not any(parts.values()):
             return []
         most = max(parts, key=lambda name: parts[name])
@@ -211,14 +205,15 @@ def run_section(runs: Sequence[Run]) -> str:
     def curves(key: str, **how: Any) -> dict[str, list[tuple[float, float]]]:
         return {run.name: run.curve(key, **how) for run in runs}  # also without points: each run has one colour
 
-    def parts(run: Run) -> dict[str, float]:
-        found = {each: 1e3 * (run.usual(f"{each}_s") or 0.0) for each in PARTS}
-        return found | {"other": max(0.0, 1e3 * (run.usual("s_per_step") or 0.0) - sum(found.values()))}
+    def times(run: Run) -> dict[str, float]:
+        parts = run.parts()
+        parts["other"] = max(0.0, (run.usual("s_per_step") or 0.0) - sum(parts.values()))
+        return {name: 1e3 * seconds for name, seconds in parts.items()}
 
-    def megabytes(run: Run, **keys: str) -> dict[str, float]:
-        return {name: (run.usual(key) or run.last(key) or 0) / 1e6 for name, key in keys.items()}
+    def sent(run: Run) -> dict[str, float]:
+        sizes = {"weights": run.usual("gathered_bytes_per_step"), "gradients": run.usual("reduced_bytes_per_step")}
+        return {name: (size or 0) / 1e6 for name, size in sizes.items()}
 
-    sent = {"weights": "gathered_bytes_per_step", "gradients": "reduced_bytes_per_step"}
     held = {"planned": "planned_bytes", "owned": "owned_bytes", "in use at most": "peak_memory_bytes"}
     memory = {
         f"{run.name}, {name}": {name: run.last(key) / 1e6}
@@ -233,8 +228,8 @@ def run_section(runs: Sequence[Run]) -> str:
         charts.lines("Loss against wall-clock", "minutes", "loss", curves("loss", **seconds)),
         charts.lines("Validation loss against wall-clock", "minutes", "loss", curves("val_loss", **seconds)),
         charts.lines("Speed", "steps", "tokens/s", curves("tokens_per_s"), from_zero=True),
-        charts.bars("Time of a step (median)", "milliseconds", {run.name: parts(run) for run in runs}),
-        charts.bars("Sent by a rank in a step (median)", "MB", {run.name: megabytes(run, **sent) for run in runs}),
+        charts.bars("Time of a step (median)", "milliseconds", {run.name: times(run) for run in runs}),
+        charts.bars("Sent by a rank in a step (median)", "MB", {run.name: sent(run) for run in runs}),
         charts.bars("Memory of a rank against the plan", "MB", memory),
     )
     plans = "".join(
@@ -275,21 +270,14 @@ def trace_tables(found: Overlap) -> dict[str, Rows]:
         return f"{sum(each.lost_us for each in kernels) / steps:,.3f}"
 
     if found.slowdown is not None:
-        named = [
-            [_plain(each.name), str(each.beside), f"{each.alone_us:,.1f}", f"{each.beside_us:,.1f}", lost(each)]
-            for each in found.slowed[:8]
-        ]
-        rest = (
-            [[f"{len(found.slowed) - 8} other kernels", "", "", "", lost(*found.slowed[8:])]]
-            if found.slowed[8:]
-            else []
-        )
-        rows = [*named, *rest, ["all of them", "", "", "", lost(*found.slowed)]]
-        head = ["kernel", "beside", "µs alone", "µs beside", "ms lost/step"]
-        tables[f"All kernels that ran both ways: {found.slowdown:.2f} times as long beside communication"] = [
-            head,
-            *rows,
-        ]
+        rows = [["kernel", "beside", "µs alone", "µs beside", "ms lost/step"]]
+        for each in found.slowed[:8]:
+            times = f"{each.alone_us:,.1f}", f"{each.beside_us:,.1f}"
+            rows.append([_plain(each.name), str(each.beside), *times, lost(each)])
+        if others := found.slowed[8:]:
+            rows.append([f"{len(others)} other kernels", "", "", "", lost(*others)])
+        rows.append(["all of them", "", "", "", lost(*found.slowed)])
+        tables[f"All kernels that ran both ways: {found.slowdown:.2f} times as long beside communication"] = rows
     if found.on_communication_lanes:
         rows = [[_plain(name), f"{time / steps:,.3f}"] for name, time in list(found.on_communication_lanes.items())[:8]]
         tables["On the streams that communicate, beside it"] = [["kernel", "ms/step"], *rows]
@@ -302,12 +290,9 @@ def trace_section(found: Overlap) -> str:
     step = (trace.end - trace.start) / trace.steps
     lanes: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for each in sorted(trace.activities, key=lambda each: each.lane):
-        if each.start < trace.start + step:
-            span = (
-                (max(each.start, trace.start) - trace.start) / 1e3,
-                (min(each.end, trace.start + step) - trace.start) / 1e3,
-            )
-            lanes.setdefault(each.lane, {}).setdefault(each.kind, []).append(span)
+        begin, end = max(each.start - trace.start, 0.0), min(each.end - trace.start, step)
+        if begin < step:
+            lanes.setdefault(each.lane, {}).setdefault(each.kind, []).append((begin / 1e3, end / 1e3))
     gap = step / 1e3 / 2000  # ms: a picture cannot show smaller gaps between spans
     drawn = {name: {kind: joined(spans, gap) for kind, spans in lane.items()} for name, lane in lanes.items()}
     shown = (f"<div><h3>{escape(title)}</h3>{table_html(rows)}</div>" for title, rows in trace_tables(found).items())

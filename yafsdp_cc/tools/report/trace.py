@@ -13,12 +13,10 @@ import re
 import sqlite3
 import zlib
 from collections import defaultdict
+from collections.abc import Hashable, Iterable
 from contextlib import closing
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
-
-if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable
-    from pathlib import Path
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 Kind = Literal["compute", "optimizer", "encode", "decode", "all-gather", "reduce", "other communication", "copy"]
 COMMUNICATION: tuple[Kind, ...] = ("all-gather", "reduce", "other communication")
@@ -83,8 +81,6 @@ def read(path: Path) -> Trace:
     """
     try:
         return _read(path)
-    except UnreadableError:
-        raise
     except OSError as error:
         raise UnreadableError(f"{path}: {error.strerror or error}") from error
     except (*_CUT_OFF, *_OF_ANOTHER_FORM) as error:
@@ -115,12 +111,18 @@ def _read(path: Path) -> Trace:
 # Where a trace comes from --------------------------------------------------------------------------------------------
 
 
-def _read_kineto(path: Path) -> tuple[list[_Launch], list[_Range]]:
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """Return the events of a trace of Kineto, as its file has them."""
     with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
         found = json.load(file)
-    if not isinstance(found, dict) or not isinstance(found.get("traceEvents"), list):
+    events = found.get("traceEvents") if isinstance(found, dict) else None
+    if not isinstance(events, list):
         raise UnreadableError(f'{path}: no "traceEvents" in it: not a trace that torch.profiler has exported')
-    events = [each for each in found["traceEvents"] if each.get("ph") == "X" and "dur" in each]
+    return events
+
+
+def _read_kineto(path: Path) -> tuple[list[_Launch], list[_Range]]:
+    events = [each for each in read_events(path) if each.get("ph") == "X" and "dur" in each]
     on_host = [each for each in events if each.get("cat") in ("cpu_op", "user_annotation")]
     on_gpu = [each for each in events if each.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     ranges = [_Range(each["ts"], each["ts"] + each["dur"], each["name"], each["tid"]) for each in on_host]
@@ -177,7 +179,8 @@ def _collective(name: str) -> str:
 
 def _read_nsys(path: Path) -> tuple[list[_Launch], list[_Range]]:
     """Read an export of Nsight Systems (source: NVIDIA, SQLite Export Schema Reference)."""
-    launches, thousand = [], 1e3  # nsys counts nanoseconds
+    launches: list[_Launch] = []
+    ranges: list[_Range] = []
     with closing(sqlite3.connect(path.absolute().as_uri() + "?mode=ro", uri=True)) as database:
         tables = {name for (name,) in database.execute("SELECT name FROM sqlite_master")}
         if not {"StringIds", "CUPTI_ACTIVITY_KIND_KERNEL", "CUPTI_ACTIVITY_KIND_RUNTIME"} <= tables:
@@ -185,9 +188,9 @@ def _read_nsys(path: Path) -> tuple[list[_Launch], list[_Range]]:
         strings = dict(database.execute("SELECT id, value FROM StringIds"))
         # the lower 24 bits of a globalTid are the thread; a correlation id is unique within its process
         calls = {
-            (thread >> 24, correlation): (thread, start / thousand)
+            (thread >> 24, correlation): (thread, start)
             for thread, correlation, start in database.execute(
-                "SELECT globalTid, correlationId, start FROM CUPTI_ACTIVITY_KIND_RUNTIME"
+                "SELECT globalTid, correlationId, start / 1e3 FROM CUPTI_ACTIVITY_KIND_RUNTIME"
             )
         }
         size = " || ' ' || ".join(f"{part}{axis}" for part in ("grid", "block") for axis in "XYZ")
@@ -197,21 +200,22 @@ def _read_nsys(path: Path) -> tuple[list[_Launch], list[_Range]]:
             "MEMSET": "'Memset', bytes",
         }
         processes = set()
-        common = "start, end, deviceId, streamId, globalPid, correlationId"
+        # nsys counts nanoseconds
+        common = "start / 1e3, end / 1e3, deviceId, streamId, globalPid, correlationId"
         for table, columns in wanted.items():
             if f"CUPTI_ACTIVITY_KIND_{table}" not in tables:
                 continue
             rows = database.execute(f"SELECT {common}, {columns} FROM CUPTI_ACTIVITY_KIND_{table}")
             for start, end, device, stream, process, correlation, name, shape in rows:
                 processes.add(process)
-                call = calls.get((process >> 24, correlation), (None, start / thousand))
+                call = calls.get((process >> 24, correlation), (None, start))
                 told = strings.get(name, str(name)), _stream(device, stream), str(shape)
-                launches.append(_Launch(start / thousand, end / thousand, *told, *call))
-        ranges = []
+                launches.append(_Launch(start, end, *told, *call))
         if "NVTX_EVENTS" in tables:
-            rows = database.execute("SELECT start, end, text, textId, globalTid FROM NVTX_EVENTS WHERE end > start")
+            columns = "start / 1e3, end / 1e3, text, textId, globalTid"
+            rows = database.execute(f"SELECT {columns} FROM NVTX_EVENTS WHERE end > start")
             for start, end, text, name, thread in rows:
-                ranges.append(_Range(start / thousand, end / thousand, text or strings.get(name, ""), thread))
+                ranges.append(_Range(start, end, text or strings.get(name, ""), thread))
     if len(processes) > 1:
         raise UnreadableError(
             f"{path}: {len(processes)} processes in one report: run nsys in each rank, not around all"
