@@ -40,6 +40,7 @@ from yafsdp_cc.fsdp2.module import (
     built_state,
     class_of,
     make_sharded,
+    outdate,
     register_forward_method,
 )
 from yafsdp_cc.plan import Plan
@@ -50,7 +51,7 @@ from yafsdp_cc.ranks.checks import check_settings, refused_together
 from yafsdp_cc.ranks.mesh import MeshInfo, all_groups, broadcast_values
 from yafsdp_cc.replicas.overlap import Overlap
 from yafsdp_cc.replicas.sync import ReplicaSync, join_replicas, sync_of
-from yafsdp_cc.sharding.assembly import assemble, state_of
+from yafsdp_cc.sharding.assembly import assemble
 from yafsdp_cc.sharding.checks import (
     check_equal,
     check_modules,
@@ -61,7 +62,7 @@ from yafsdp_cc.sharding.checks import (
     check_types,
     values_of,
 )
-from yafsdp_cc.sharding.materialize import materialize, place_buffers
+from yafsdp_cc.sharding.materialize import materialize, move_buffers, place_buffers
 from yafsdp_cc.sharding.ownership import MatrixOwners, Ownership, assign_owners
 from yafsdp_cc.sharding.parameters import OwnedParameter, check_shardable, find_parameters
 from yafsdp_cc.sharding.shards import ShardingPlan, shard_parameters
@@ -99,12 +100,9 @@ class _Arguments(NamedTuple):
         check_subclasses(owned, self.info, **given, is_complete=is_complete, whole=whole)
 
     def plan(
-        self,
-        prepare: Callable[[Sequence[OwnedParameter]], None],
-        policy: MixedPrecisionPolicy,
-        owners: Mapping[OwnedParameter, MatrixOwners],
+        self, prepare: Callable[[Sequence[OwnedParameter]], None], owners: Mapping[OwnedParameter, MatrixOwners]
     ) -> ShardingPlan:
-        return ShardingPlan(self.info, policy, self.collectives, self.host, prepare, owners)
+        return ShardingPlan(self.info, self.policy, self.collectives, self.host, prepare, owners)
 
     def settings(self, mp_policy: MixedPrecisionPolicy | None, ownership: Ownership) -> dict[str, Any]:
         """Return arguments of ``shard`` and ``fully_shard`` that must be equal on all ranks, by name."""
@@ -356,25 +354,22 @@ def shard(
     check_equal(owned, across, values=not sync_module_states)
     check_settings({"units": [(unit.role, unit.name, len(unit.parameters)) for unit in division.units]}, across)
     prepare = _preparation(model, info, sync_module_states, param_init_fn)
+    plan = given.plan(prepare, owners)
     # ``output_dtype`` is for the output of the model, not of the units inside
-    inner = given.plan(prepare, replace(policy, output_dtype=None), owners)
-    blocks = sum(unit.role in TAKE_TURNS for unit in division.units)
+    inner = plan._replace(policy=replace(policy, output_dtype=None))
     root_params: tuple[OwnedParameter, ...] = ()
     for unit in division.units:
         if unit.modules == (model,):
             root_params = unit.parameters
             continue
-        spec = shard_parameters(unit.modules, unit.name, unit.parameters, (), inner, unit.role)
+        spec = shard_parameters(unit.modules, unit.parameters, (), inner, unit.role)
         spec.settings.keeps_after_forward = keeps
         spec.settings.secondary_ranks = given.secondary_ranks
-        if zero_stage == 1:
-            spec.settings.grad_buffers = blocks
-    root = shard_parameters((model,), "", root_params, division.replicated, given.plan(prepare, policy, owners), "root")
-    root.ignored = given.ignored
-    if zero_stage == 1:
-        root.settings.grad_buffers = blocks
+    shard_parameters((model,), root_params, division.replicated, plan, "root").ignored = given.ignored
     for spec in specs_below(model):
         spec.settings.separate_reduce_group = separate_reduce_group
+        if zero_stage == 1:
+            spec.settings.grad_buffers = sum(unit.role in TAKE_TURNS for unit in division.units)
         for module in spec.modules:
             make_sharded(module)
     buffers = place_buffers(model, info.device, param_init_fn)
@@ -479,19 +474,15 @@ def fully_shard(
             if given.host is None and not one.parameter.is_meta and not isinstance(one.parameter, DTensor):
                 one.parameter.data = one.parameter.data.to(info.device)
 
-    spec = shard_parameters(modules, "", large, small, given.plan(prepare, mp_policy, owners))
+    spec = shard_parameters(modules, large, small, given.plan(prepare, owners))
     spec.settings.keeps_after_forward = given.keeps_after_forward
     spec.settings.secondary_ranks = given.secondary_ranks
     spec.settings.stays_unsharded = None if reshard_after_forward is None else reshard_after_forward is False
     spec.ignored = given.ignored
-    for inner_spec in specs_below(modules[0]):
-        if (state := state_of(inner_spec.modules[0])) is not None:
-            state.outdated = True
+    for inner in specs_below(modules[0]):
+        outdate(inner)
     for each in modules:
-        for inner in each.modules():
-            for key, buffer in inner._buffers.items():
-                if buffer is not None and buffer.device != info.device and not buffer.is_meta:
-                    inner._buffers[key] = buffer.to(info.device)
+        move_buffers(each, info.device)
         make_sharded(each)
     mark_optimizer_steps()
     patch_torch()

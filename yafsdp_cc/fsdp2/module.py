@@ -36,6 +36,7 @@ from yafsdp_cc.ranks.mesh import all_gather_single, backend_of
 from yafsdp_cc.sharding.assembly import PARTS, current_state, group_of, hook_parts, state_of
 from yafsdp_cc.sharding.checks import TRAINED_IN
 from yafsdp_cc.sharding.hooks import install_hooks, pre_forward_of
+from yafsdp_cc.sharding.materialize import move_buffers
 from yafsdp_cc.tensor.dtensor import FlatDTensor
 from yafsdp_cc.tensor.loading import apply_to_shards, follow_assignments
 from yafsdp_cc.tensor.module_parameters import install_module_parameters, remove_module_parameters
@@ -414,7 +415,7 @@ class ShardedModule(FSDPModule, nn.Module):
             if getattr(spec.settings, name) == value:
                 continue
             setattr(spec.settings, name, value)
-            _outdate(spec)
+            outdate(spec)
 
 
 def _specs_of(modules: Sequence[Any]) -> tuple[ParamGroupSpec, ...]:
@@ -427,7 +428,7 @@ def _specs_of(modules: Sequence[Any]) -> tuple[ParamGroupSpec, ...]:
     return tuple(dict.fromkeys(specs))
 
 
-def _outdate(spec: ParamGroupSpec) -> None:
+def outdate(spec: ParamGroupSpec) -> None:
     """Mark the engine of ``spec``, if it has one, to be made anew before the next forward."""
     if (state := state_of(spec.modules[0])) is not None:
         state.outdated = True
@@ -485,7 +486,7 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
     specs = _specs_of(modules)
     for spec in specs[1:]:
         spec.settings.streams = specs[0].settings.streams
-        _outdate(spec)
+        outdate(spec)
 
 
 # Modules become sharded ones, and plain ones again -----------------------------------------------------------------
@@ -683,7 +684,6 @@ def whole_params_by_group(state: FSDPState, *, everywhere: bool) -> Iterator[tup
     nothing. A collective: iterate to the end, on all ranks.
 
     Args:
-        state: engine of a sharded model.
         everywhere: whether every rank gets the values; else only the first of the mesh does, and others get None.
     """
     info = state.context.info
@@ -834,9 +834,8 @@ def unshard_model(model: Model, *, rank0_only: bool = False, device: torch.devic
     for module in list(model.modules()):
         if isinstance(module, ShardedModule):
             make_plain(module)
-        if device is not None:
-            for name, buffer in module._buffers.items():
-                module._buffers[name] = None if buffer is None else buffer.to(device)
+    if device is not None:
+        move_buffers(model, device)
     state.retire()
     del state
     gc.collect()  # groups and their buffers are reference cycles

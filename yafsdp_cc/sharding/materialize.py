@@ -59,10 +59,16 @@ def place_buffers(
         names = [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
         if names:
             _fill(module, f"{path}.{names[0]}" if path else names[0], path, model, device, initialize)
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.device != device:
-                module._buffers[name] = buffer.to(device)
+    move_buffers(model, device)
     return list(model.buffers())
+
+
+def move_buffers(model: nn.Module, device: torch.device | str) -> None:
+    """Move the buffers of ``model`` to ``device``, those on the meta device aside."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and not buffer.is_meta:
+                module._buffers[name] = buffer.to(device)
 
 
 def _fill(

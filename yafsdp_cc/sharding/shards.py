@@ -75,7 +75,6 @@ class ShardingPlan(NamedTuple):
 
 def shard_parameters(
     modules: tuple[nn.Module, ...],
-    name: str,
     sharded: Sequence[OwnedParameter],
     replicated: Sequence[OwnedParameter],
     plan: ShardingPlan,
@@ -85,10 +84,8 @@ def shard_parameters(
 
     Args:
         modules: modules whose forwards use the parameters.
-        name: name of the first module.
         sharded: parameters to shard.
         replicated: parameters that each rank holds whole.
-        plan: settings and owners.
         role: role of the group; None if it is known only once the whole model is.
     """
     host = plan.host
@@ -96,7 +93,7 @@ def shard_parameters(
     make_replicated = ReplicatedFlatParam if host is None else partial(HostReplicatedFlatParam, host)
     flats = _flat_params(sharded, plan, make_sharded, replicates=False)
     whole = _flat_params(replicated, plan, make_replicated, replicates=True)
-    spec = ParamGroupSpec(name, modules, plan.info, plan.policy, flats, whole, plan.collectives, role)
+    spec = ParamGroupSpec("", modules, plan.info, plan.policy, flats, whole, plan.collectives, role)
     for module in modules:
         for inner in specs_below(module):
             if inner.outer is None and inner is not spec:
