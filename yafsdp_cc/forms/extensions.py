@@ -28,7 +28,7 @@ from torch._prims_common import make_contiguous_strides_for
 from yafsdp_cc.engine.layout import Extent, Layout, align
 from yafsdp_cc.engine.param import FlatParam, FSDPParam
 from yafsdp_cc.engine.protocols import AllGather
-from yafsdp_cc.forms.subclasses import Form, Part, TensorSubclass, as_plain, views_of
+from yafsdp_cc.forms.subclasses import PART_ALIGNMENT, Form, Part, TensorSubclass, as_plain, views_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -37,10 +37,6 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     from yafsdp_cc.engine.communicator import Works
-
-_ALIGNMENT = 64
-"""Bytes: in a weight buffer each tensor begins at a multiple of this."""
-
 
 NO_EXTENSION = (
     "and requires a gradient, but its class has no fsdp_pre_all_gather and fsdp_post_all_gather, FSDP2's all-gather "
@@ -234,18 +230,18 @@ class ExtensionAllGather(AllGather):
         end = 0
         for tensor in inputs:
             self._inputs.append(Part.of("", end, tensor))
-            end = align(end + world * tensor.nbytes, _ALIGNMENT)
+            end = align(end + world * tensor.nbytes, PART_ALIGNMENT)
         trial = torch.zeros(end, dtype=torch.uint8, device=flat.device)
         made = self._post_all_gather(trial, metadata)
         form, found = self._form_of(made)
         parts = []
         for name, tensor in zip(form.names or ("",), found, strict=True):
             if (part := self._part_within(trial, name, tensor)) is None:
-                part = Part(name, end, tuple(tensor.shape), tensor.contiguous().stride(), tensor.dtype)
-                end = align(end + part.nbytes, _ALIGNMENT)
+                part = Part.of(name, end, tensor.contiguous())
+                end = align(end + part.nbytes, PART_ALIGNMENT)
             parts.append(part)
         # The size is a multiple of the ranks, as a secondary shard may divide it, and has room for a placeholder.
-        nbytes = align(max(end, _ALIGNMENT), _ALIGNMENT * world)
+        nbytes = align(max(end, PART_ALIGNMENT), PART_ALIGNMENT * world)
         flat.made = UnshardedForm(form, tuple(parts), made.size(), made.stride(), nbytes)
 
     def planned_bytes(self) -> int:
@@ -261,9 +257,7 @@ class ExtensionAllGather(AllGather):
     def start(self, output: Tensor, held: int | None, scratch: Tensor | None, async_op: bool) -> Works:
         comm = self.context.comm
         inputs, self._metadata[output.data_ptr()] = self._pre_all_gather()
-        found = [(tuple(tensor.shape), tensor.dtype) for tensor in inputs]
-        if found != [(part.shape, part.dtype) for part in self._inputs]:
-            raise self._changed("fsdp_pre_all_gather", found)
+        self._check_same("fsdp_pre_all_gather", inputs, self._inputs)
         works: list[Any] = []
         self.sent_bytes = self.planned_bytes()
         for part, tensor in zip(self._inputs, inputs, strict=True):
@@ -278,8 +272,7 @@ class ExtensionAllGather(AllGather):
         before = self.flat.made
         made = self._post_all_gather(output, self._metadata.pop(output.data_ptr()))
         form, found = self._form_of(made)
-        if [(tuple(tensor.shape), tensor.dtype) for tensor in found] != [(p.shape, p.dtype) for p in before.parts]:
-            raise self._changed("fsdp_post_all_gather", [(tuple(tensor.shape), tensor.dtype) for tensor in found])
+        self._check_same("fsdp_post_all_gather", found, before.parts)
         for part, tensor in zip(before.parts, found, strict=True):
             if self._part_within(output, part.name, tensor) is None:
                 part.within(output).copy_(tensor)
@@ -296,15 +289,15 @@ class ExtensionAllGather(AllGather):
             )
         return count
 
+    @torch.no_grad()
     def _pre_all_gather(self) -> tuple[Sequence[Tensor], Any]:
         """Return the tensors to gather, contiguous, and the extension's metadata."""
         flat, (_, mesh, module, policy, _) = self.flat, self.flat.extension
         extension = flat.method("fsdp_pre_all_gather")
-        with torch.no_grad():
-            if self._takes_mesh_only:
-                inputs, metadata = extension(mesh)
-            else:
-                inputs, metadata = extension(mesh, flat.shape, self._stride, module, policy)
+        if self._takes_mesh_only:
+            inputs, metadata = extension(mesh)
+        else:
+            inputs, metadata = extension(mesh, flat.shape, self._stride, module, policy)
         return [tensor.contiguous() for tensor in inputs], metadata
 
     @torch.no_grad()
@@ -345,8 +338,10 @@ class ExtensionAllGather(AllGather):
         part = Part.of(name, tensor.data_ptr() - output.data_ptr(), tensor)
         return part if tensor.device == output.device and 0 <= part.offset <= output.nbytes - part.nbytes else None
 
-    def _changed(self, method: str, found: object) -> RuntimeError:
-        return RuntimeError(
-            f"{method} of '{self.flat.name}' gave other tensors than when the buffers were made, {found}: their shapes "
-            "and dtypes must stay"
-        )
+    def _check_same(self, method: str, tensors: Sequence[Tensor], parts: Sequence[Part]) -> None:
+        found = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
+        if found != [(part.shape, part.dtype) for part in parts]:
+            raise RuntimeError(
+                f"{method} of '{self.flat.name}' gave other tensors than when the buffers were made, {found}: their "
+                "shapes and dtypes must stay"
+            )
