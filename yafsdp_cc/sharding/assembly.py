@@ -43,7 +43,7 @@ from yafsdp_cc.sharding.status import describe
 from yafsdp_cc.sharding.units import ROOT, TAKE_TURNS
 from yafsdp_cc.sharding.watch import watch
 from yafsdp_cc.tensor.dtensor import engines, sharded_as
-from yafsdp_cc.tensor.loading import meta_params, take_back
+from yafsdp_cc.tensor.loading import take_back
 from yafsdp_cc.tensor.reductions import fingerprints
 from yafsdp_cc.tensor.unsharded import StayUnsharded
 
@@ -175,7 +175,7 @@ def _check(model: nn.Module, specs: Sequence[ParamGroupSpec]) -> None:
         check_mesh(spec, specs[-1])
         for part in spec.parts:
             check_local_tensors(part)
-            if (waiting := next(meta_params(part), None)) is not None:
+            if (waiting := next((param for param in part.params if param.local.is_meta), None)) is not None:
                 waiting.check_unchanged()
                 raise RuntimeError(
                     f"'{waiting.spec.name}' is still on the meta device: call model.to_empty(device=...) and "
@@ -381,13 +381,11 @@ def _cannot_carry(comm: Communicator, dtype: torch.dtype, error: RuntimeError) -
 
 def _difference(comm: Communicator, name: str, dtype: torch.dtype, found: Tensor, truth: Tensor) -> str:
     wrong = (found != truth).nonzero().view(-1).tolist()
+    if not wrong:
+        return ""
     return (
-        ""
-        if not wrong
-        else (
-            f"a trial {name} of {dtype} over {comm.world} ranks gave {found[wrong[0]].item()} rather than "
-            f"{truth[wrong[0]].item()} in element {wrong[0]}, and {len(wrong)} of {len(truth)} are wrong"
-        )
+        f"a trial {name} of {dtype} over {comm.world} ranks gave {found[wrong[0]].item()} rather than "
+        f"{truth[wrong[0]].item()} in element {wrong[0]}, and {len(wrong)} of {len(truth)} are wrong"
     )
 
 

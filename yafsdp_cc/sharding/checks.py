@@ -178,8 +178,6 @@ def check_subclasses(
     """Check that parameters of tensor subclasses can be sharded as asked.
 
     Args:
-        owned: the parameters.
-        info: the ranks to shard across.
         compresses: whether weights or gradients will be encoded.
         offloads: whether shards will be in host memory.
         is_complete: whether it is too late to assign an all-gather extension to a local tensor.

@@ -26,13 +26,7 @@ if TYPE_CHECKING:
 
 
 class CustomAllGather(AllGather):
-    """An all-gather by an object of FSDP2's ``AllGather``. On a CPU the host waits at once.
-
-    Args:
-        flat: the weights.
-        comm: the user's object.
-        group: the ranks of the shard, an argument of the call.
-    """
+    """An all-gather by ``comm``, the user's object. On a CPU the host waits at once."""
 
     has_finish = False
 
@@ -58,13 +52,7 @@ class CustomAllGather(AllGather):
 
 
 class CustomReduceScatter(ReduceScatter):
-    """A sum by an object of FSDP2's ``ReduceScatter``, in the dtype of the gradients; divided afterwards, in fp32.
-
-    Args:
-        flat: parameters whose gradients are summed.
-        comm: the user's object; it is called with ``op=ReduceOp.SUM``.
-        group: the ranks of the shard, an argument of the call.
-    """
+    """A sum by ``comm``, the user's object, in the dtype of the gradients; divided afterwards, in fp32."""
 
     def __init__(self, flat: FlatParam, comm: fsdp2.ReduceScatter, group: dist.ProcessGroup) -> None:
         self._flat, self._comm, self._group = flat, comm, group
@@ -87,8 +75,8 @@ class CustomReduceScatter(ReduceScatter):
         summands = self._comm.allocate(grads.shape, dtype=grads.dtype, device=grads.device)
         total = self._comm.allocate((chunk,), dtype=grads.dtype, device=grads.device)
         torch.div(grads, self._scale, out=summands)
-        operation = dist.ReduceOp.SUM
-        _wait(self._comm(output_tensor=total, input_tensor=summands, group=self._group, op=operation, async_op=False))
+        add = dist.ReduceOp.SUM
+        _wait(self._comm(output_tensor=total, input_tensor=summands, group=self._group, op=add, async_op=False))
         self.sent_bytes = self.planned_bytes()
         self._total = total
         return ()

@@ -158,13 +158,7 @@ def _all(division: Division) -> Iterator[OwnedParameter]:
 
 
 class _Members:
-    """The parameters of a unit that consist of matrices.
-
-    Args:
-        unit: the unit.
-        chosen: parameters that consist of matrices.
-        alignment: elements that shards begin at multiples of.
-    """
+    """The parameters of a unit that are among ``chosen``, those that consist of matrices."""
 
     def __init__(self, unit: UnitSpec, chosen: Collection[OwnedParameter], alignment: int) -> None:
         self.parts = {each: _parts(each, alignment) for each in unit.parameters if each in chosen}

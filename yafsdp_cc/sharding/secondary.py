@@ -31,9 +31,7 @@ class SecondaryAllGather(AllGather):
 
     Args:
         inner: the all-gather over all ranks.
-        flat: parameters whose weights are gathered.
         neighbours: process group of this rank and its neighbours; its size divides the number of all ranks.
-        device: device of the weights.
     """
 
     def __init__(self, inner: AllGather, flat: FlatParam, neighbours: dist.ProcessGroup, device: torch.device) -> None:

@@ -180,17 +180,16 @@ class FlatDTensor(SavedInChunks, DTensor, metaclass=_EqualsDTensor):
             "full_tensor()", () if spec.bounds is None else (shard_group(spec.mesh),), spec.mesh
         )
         _follow_reduces()
-        whole = local.clone() if spec.bounds is None else self._all_gather(spec.bounds)
+        if spec.bounds is None:
+            whole = local.clone()
+        elif type(local) in PLAIN:
+            widths = [stop - start for start, stop in pairwise(spec.bounds)]
+            whole = _all_gather_ranges(local, widths, spec.shape, spec.mesh)
+        else:
+            whole = _all_gather_class(local, spec)
         if spec.tensor_parallel is not None:
             whole = spec.tensor_parallel.wrap_unsharded(to_mesh_device(whole, spec.mesh)).full_tensor()
         return whole.to(self.device)
-
-    def _all_gather(self, bounds: tuple[int, ...]) -> torch.Tensor:
-        """Return the unsharded tensor, a new one of ``shard_spec.shape`` on the mesh's device. A collective."""
-        spec, local = self.shard_spec, self._local_tensor
-        if type(local) not in PLAIN:
-            return gather_class(local, spec)
-        return all_gather_ranges(local, [stop - start for start, stop in pairwise(bounds)], spec.shape, spec.mesh)
 
     def redistribute(
         self, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None, **options: Any
@@ -270,7 +269,7 @@ class FlatDTensor(SavedInChunks, DTensor, metaclass=_EqualsDTensor):
         return _wrap(inner_tensors["_local_tensor"], *flatten_spec)
 
 
-def all_gather_ranges(
+def _all_gather_ranges(
     local: torch.Tensor, widths: Sequence[int], shape: Sequence[int], mesh: DeviceMesh
 ) -> torch.Tensor:
     """Return a new tensor of ``shape`` on the device of ``mesh``; ranks send ``widths`` elements each."""
@@ -288,13 +287,13 @@ def all_gather_ranges(
     return whole  # users could not write to a view returned by an autograd function
 
 
-def gather_class(local: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
-    """Return the whole tensor, of the class of ``local``, given this rank's rows. A collective."""
+def _all_gather_class(local: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
+    """Return the whole tensor, of the class of ``local``, given this rank's rows."""
     first = first_rows(spec.shape[0], len(spec.bounds or ()) - 1)
     whole = local.new_zeros(spec.shape)
     for part, own in zip(tensors_of(whole), tensors_of(local), strict=True):
         widths = [(stop - start) * math.prod(part.shape[1:]) for start, stop in pairwise(first)]
-        part.copy_(all_gather_ranges(own.contiguous(), widths, part.shape, spec.mesh))
+        part.copy_(_all_gather_ranges(own.contiguous(), widths, part.shape, spec.mesh))
     return whole
 
 

@@ -63,7 +63,6 @@ def _convert(part: FlatParam, converted: Tensor, policy: MixedPrecisionPolicy) -
     part.reduce_dtype = policy.reduce_dtype or part.compute_dtype
     part.sharded_grad = None
     if isinstance(part, HostFlatParam) and not converted.is_meta:
-        # ``zeros`` pins memory if the policy asks for it
         converted = part.host.zeros(converted.numel(), converted.dtype).copy_(converted)
     part.use_sharded(converted)
     for param in part.params:
@@ -84,7 +83,7 @@ def _materialize(part: FlatParam, params: Sequence[FSDPParam], fn: Callable[[Ten
                     f'not to {shard.device}: call model.to_empty(device="cpu"), and move the buffers where they are '
                     "used"
                 )
-            shard = part.host.zeros(shard.numel(), shard.dtype)  # ``zeros`` pins memory if the policy asks for it
+            shard = part.host.zeros(shard.numel(), shard.dtype)
         part.use_sharded(shard)
     for param in params:
         param.local = param.local_range(part.sharded)
@@ -103,11 +102,6 @@ def _show(tensor: Tensor, param: FSDPParam) -> None:
     fresh = flat_dtensor(param.local, param.spec, tensor.requires_grad)
     fresh.__dict__.update(vars(tensor) | {"_local_tensor": param.local, "shard_spec": param.spec})
     torch.utils.swap_tensors(tensor, fresh)
-
-
-def meta_params(part: FlatParam) -> Iterator[FSDPParam]:
-    """Yield the parameters of ``part`` that are still on the meta device."""
-    return (param for param in part.params if param.local.is_meta)
 
 
 @torch.no_grad()

@@ -45,8 +45,6 @@ def register_until_reshard(state: FSDPState, spec: ParamGroupSpec, group: ParamG
     """Show to the modules the weights that ``group`` holds, and the replicated ones of ``spec``.
 
     Args:
-        state: the engine.
-        spec: spec of the group.
         group: None where all parameters of ``spec`` are replicated.
     """
     if group is not None and group.held is not None and not group.registers_held:
@@ -90,7 +88,6 @@ def reshard(spec: ParamGroupSpec, *, expires: bool = False) -> None:
     """Release weights held outside of forwards: modules show the sharded parameters again.
 
     Args:
-        spec: spec of the group.
         expires: whether the next forward gathers the weights anew even if a buffer has them; the same on all ranks.
     """
     param = next(spec.params, None)
