@@ -7,7 +7,7 @@ Three kinds can be sharded:
   dimension 0, trained or not; the extension decides what is gathered (``forms.extensions``).
 * Trained parameters of classes around several tensors, or that cannot be made again from their tensors, and frozen ones
   with the extension. Each rank has a tensor of the class with some of the rows, made by the class's own operations as
-  in FSDP2; the extension of the class, or of the local tensor, decides what is gathered (``forms.class_shards``).
+  in FSDP2; the extension of the class, or of the local tensor, decides what is gathered (``forms.extensions``).
 * Other frozen parameters of any class that is a plain tensor with attributes (bitsandbytes' ``Params4bit``), or that
   lists its tensors in ``__tensor_flatten__`` (torchao's ``NF4Tensor``): their bytes are sharded and gathered unchanged.
 

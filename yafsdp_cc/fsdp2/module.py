@@ -29,8 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from yafsdp_cc.engine.param import Divisor
 from yafsdp_cc.engine.spec import EXACT, SPEC, spec_of, specs_below
 from yafsdp_cc.engine.state import GROUP, STATE
-from yafsdp_cc.forms.class_shards import ClassFlatParam
-from yafsdp_cc.forms.extensions import ExtensionFlatParam, in_class_of
+from yafsdp_cc.forms.extensions import ClassFlatParam, ExtensionFlatParam, in_class_of
 from yafsdp_cc.forms.subclasses import SUBCLASS, subclass_of, tensors_of
 from yafsdp_cc.ranks.mesh import all_gather_single, backend_of
 from yafsdp_cc.sharding.assembly import PARTS, current_state, group_of, hook_parts, state_of

@@ -17,8 +17,9 @@ from yafsdp_cc.engine.layout import VECTOR, Layout, RowShardSpec, ShardSpec, Ten
 from yafsdp_cc.engine.param import Divisor, FlatParam, FSDPParam
 from yafsdp_cc.engine.replicated import ReplicatedFlatParam
 from yafsdp_cc.engine.spec import SPEC, ParamGroupSpec, specs_below
-from yafsdp_cc.forms.class_shards import ClassFlatParam, ClassParam
 from yafsdp_cc.forms.extensions import (
+    ClassFlatParam,
+    ClassParam,
     Extension,
     ExtensionFlatParam,
     ExtensionParam,
