@@ -92,12 +92,24 @@ class _Arguments(NamedTuple):
     secondary_ranks: int
     ignored: frozenset[nn.Parameter]
 
-    def check_subclasses(
-        self, owned: Sequence[OwnedParameter], whole: Collection[OwnedParameter] = (), *, is_complete: bool
-    ) -> None:
-        """Raise a ``ValueError`` if a parameter of a tensor subclass cannot be sharded, or not ``whole`` if asked."""
+    def owners(
+        self, division: Division, ownership: Ownership, *, is_complete: bool, work: Counter[int] | None = None
+    ) -> dict[OwnedParameter, MatrixOwners]:
+        """Check that parameters can be sharded; return the ranks that own matrices.
+
+        Args:
+            is_complete: as of ``check_subclasses``.
+            work: as of ``assign_owners``.
+        """
+        owned, mesh = division.parameters, self.info.mesh
+        check_tensor_parallel(owned, mesh)
+        check_no_hooks(owned)
+        world, alignment = self.info.shard_group.size(), self.collectives.alignment
+        keeps = self.keeps_after_forward
+        owners = assign_owners(division, ownership, world, alignment=alignment, keeps_unsharded=keeps, work=work)
         given = {"compresses": self.compression is not None, "offloads": self.host is not None}
-        check_subclasses(owned, self.info, **given, is_complete=is_complete, whole=whole)
+        check_subclasses(owned, self.info, **given, is_complete=is_complete, whole=owners)
+        return owners
 
     def plan(
         self, prepare: Callable[[Sequence[OwnedParameter]], None], owners: Mapping[OwnedParameter, MatrixOwners]
@@ -296,12 +308,12 @@ def shard(
         RuntimeError: there is neither a process group nor a launcher's environment.
     """
     mesh = all_ranks() if mesh is None else mesh
-    everywhere, synchronizes = mesh, Overlap() if sync == "overlap" else sync
+    synchronizes = Overlap() if sync == "overlap" else sync
     if isinstance(mesh, DeviceMesh) and mesh.ndim == 2:
         check_settings({"sync": None if sync is None else repr(synchronizes)}, _everybody(mesh))
     if synchronizes is not None:
         with refused_together(*_everybody(mesh)):
-            mesh = _mesh_of_replica(everywhere, synchronizes)
+            across_replicas, mesh = _divided_by_replica(mesh, synchronizes)
     with refused_together(*_everybody(mesh)):
         check_types(
             model=(model, nn.Module, "an nn.Module"),
@@ -309,7 +321,8 @@ def shard(
             reshard_after_forward=(reshard_after_forward, (int, type(None)), "True, False, None or a number of ranks"),
         )
         policy = MixedPrecisionPolicy() if mp_policy is None else mp_policy
-        given = _check_arguments(mesh, reshard_after_forward, policy, offload_policy, ignored_params, compression)
+        reshard = False if zero_stage in (1, 2) else reshard_after_forward
+        given = _check_arguments(mesh, reshard, policy, offload_policy, ignored_params, compression)
         if mesh.mesh_dim_names == ("shard", "replicate"):
             raise ValueError(
                 "mesh has dimensions ('shard', 'replicate'), and it is the second that parameters are sharded across: "
@@ -325,18 +338,12 @@ def shard(
         check_modules(model, "shard()")
         _check_not_sharded(model)
         division = find_units(model, units, given.ignored)
-        owned = [*(each for unit in division.units for each in unit.parameters), *division.replicated]
-        check_tensor_parallel(owned, mesh)
-        check_no_hooks(owned)
+        owners = given.owners(division, ownership, is_complete=True)
         if given.compression is not None:
             given.compression.check_overrides([name for name, _ in model.named_parameters()])
-        keeps, world = given.keeps_after_forward or zero_stage < 3, given.info.shard_group.size()
-        alignment = given.collectives.alignment
-        owners = assign_owners(division, ownership, world, alignment=alignment, keeps_unsharded=keeps)
-        given.check_subclasses(owned, owners, is_complete=True)
         for unit in division.units:
             if unit.modules != (model,):
-                given.collectives.check_group(unit.name, keeps)
+                given.collectives.check_group(unit.name, given.keeps_after_forward)
     if synchronizes is None:
         _warn_of_whole_model(mesh, division)
         _warn_of_emulated_bf16(policy, torch.device(mesh.device_type))
@@ -344,14 +351,14 @@ def shard(
     settings = {
         **given.settings(mp_policy, ownership),
         "offload_policy": offload_policy,
-        "reshard_after_forward": (given.keeps_after_forward, given.secondary_ranks),
         "zero_stage": zero_stage,
+        "reshard_after_forward": (given.keeps_after_forward, given.secondary_ranks),
         "sync_module_states": sync_module_states,
         "separate_reduce_group": separate_reduce_group,
         "torch": torch.__version__,
     }
     check_settings(settings, across)
-    check_equal(owned, across, values=not sync_module_states)
+    check_equal(division.parameters, across, values=not sync_module_states)
     check_settings({"units": [(unit.role, unit.name, len(unit.parameters)) for unit in division.units]}, across)
     prepare = _preparation(model, info, sync_module_states, param_init_fn)
     plan = given.plan(prepare, owners)
@@ -363,7 +370,7 @@ def shard(
             root_params = unit.parameters
             continue
         spec = shard_parameters(unit.modules, unit.parameters, (), inner, unit.role)
-        spec.settings.keeps_after_forward = keeps
+        spec.settings.keeps_after_forward = given.keeps_after_forward
         spec.settings.secondary_ranks = given.secondary_ranks
     shard_parameters((model,), root_params, division.replicated, plan, "root").ignored = given.ignored
     for spec in specs_below(model):
@@ -381,7 +388,7 @@ def shard(
     mark_optimizer_steps()
     patch_torch()
     if synchronizes is not None:
-        join_replicas(model, everywhere[_names_of(everywhere)[0]], synchronizes)
+        join_replicas(model, across_replicas, synchronizes)
     return model
 
 
@@ -449,22 +456,13 @@ def fully_shard(
                 for one in owned
             ]
         check_shardable(owned)
-        check_tensor_parallel(owned, mesh)
-        check_no_hooks(owned)
         if shard_placement_fn is not None:
             for one in owned:
                 _check_placement(one, shard_placement_fn(one.parameter))
         small = [one for one in owned if is_small(one.parameter)]
         large = [one for one in owned if one not in small]
-        owners = assign_owners(
-            Division((UnitSpec("", modules, "block", tuple(large)),), tuple(small)),
-            ownership,
-            given.info.shard_group.size(),
-            alignment=given.collectives.alignment,
-            keeps_unsharded=given.keeps_after_forward,
-            work=_work.setdefault(mesh, Counter()),
-        )
-        given.check_subclasses(owned, owners, is_complete=False)
+        division = Division((UnitSpec("", modules, "block", tuple(large)),), tuple(small))
+        owners = given.owners(division, ownership, is_complete=False, work=_work.setdefault(mesh, Counter()))
     info = given.info
     check_settings(given.settings(mp_policy, ownership), all_groups(mesh), "fully_shard()")
     check_equal(owned, all_groups(mesh), values=False)
@@ -649,8 +647,8 @@ def _check_arguments(
     return _Arguments(info, policy, host, config, collectives, keeps, secondary, frozenset(ignored_params or ()))
 
 
-def _mesh_of_replica(mesh: object, sync: object) -> DeviceMesh:
-    """Return the mesh of this rank's replica, given a mesh (replicate, shard)."""
+def _divided_by_replica(mesh: object, sync: object) -> tuple[DeviceMesh, DeviceMesh]:
+    """Return the mesh across replicas and that of this rank's replica, given a mesh (replicate, shard)."""
     if not isinstance(sync, ReplicaSync):
         raise TypeError(f"sync takes 'overlap', or an object such as yafsdp_cc.replicas.Overlap(), got {sync!r}")
     if not isinstance(mesh, DeviceMesh) or mesh.ndim != 2 or not mesh.mesh_dim_names:
@@ -658,12 +656,8 @@ def _mesh_of_replica(mesh: object, sync: object) -> DeviceMesh:
             f"sync keeps replicas together, and mesh is {mesh}: pass init_device_mesh(..., (replicas, ranks of each), "
             'mesh_dim_names=("replicate", "shard")), or in a run file shard.replicate'
         )
-    return mesh[_names_of(mesh)[1]]
-
-
-def _names_of(mesh: DeviceMesh) -> tuple[str, ...]:
-    assert mesh.mesh_dim_names is not None
-    return mesh.mesh_dim_names
+    across, within = mesh.mesh_dim_names
+    return mesh[across], mesh[within]
 
 
 def _after_forward(reshard: object, mesh: DeviceMesh) -> tuple[bool, int]:

@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor, Shard
 from yafsdp_cc.sharding.parameters import present
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from yafsdp_cc.sharding.parameters import OwnedParameter
     from yafsdp_cc.sharding.units import Division, UnitSpec
@@ -119,7 +119,7 @@ def _matrices_of_blocks(division: Division) -> set[OwnedParameter]:
     }
     chosen = {
         each
-        for each in _all(division)
+        for each in division.parameters
         if each.parameter.ndim in _DIMENSIONS and all(module in inside for module, _ in each.sites)
     }
     if not chosen:
@@ -134,9 +134,9 @@ def _matrices_of_blocks(division: Division) -> set[OwnedParameter]:
 def _named(division: Division, patterns: Collection[str]) -> set[OwnedParameter]:
     chosen: set[OwnedParameter] = set()
     for pattern in patterns:
-        found = [each for each in _all(division) if fnmatchcase(each.name, pattern)]
+        found = [each for each in division.parameters if fnmatchcase(each.name, pattern)]
         if not found:
-            near = get_close_matches(pattern, [each.name for each in _all(division)], n=1)
+            near = get_close_matches(pattern, [each.name for each in division.parameters], n=1)
             raise ValueError(
                 f"ownership names {pattern!r}, which fits no parameter of the model"
                 + (f": did you mean {near[0]!r}?" if near else "")
@@ -149,12 +149,6 @@ def _named(division: Division, patterns: Collection[str]) -> set[OwnedParameter]
                 )
         chosen.update(found)
     return chosen
-
-
-def _all(division: Division) -> Iterator[OwnedParameter]:
-    for unit in division.units:
-        yield from unit.parameters
-    yield from division.replicated
 
 
 class _Members:

@@ -72,6 +72,10 @@ class Division(NamedTuple):
     units: tuple[UnitSpec, ...]
     replicated: tuple[OwnedParameter, ...]
 
+    @property
+    def parameters(self) -> list[OwnedParameter]:
+        return [*(each for unit in self.units for each in unit.parameters), *self.replicated]
+
 
 def find_units(model: nn.Module, units: Units = "auto", ignored: Collection[nn.Parameter] = ()) -> Division:
     """Divide the parameters of ``model`` into units, in module order (an outer one before those nested in it, the root
