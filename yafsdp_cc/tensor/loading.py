@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -151,10 +152,8 @@ def take_over(param: FSDPParam, value: Tensor) -> None:
     else:
         param.parameter.copy_(value)
     if type(value) is DTensor:
-        try:
+        with suppress(RuntimeError):  # somebody else refers to ``value``: leave it unchanged
             _show(value, param)
-        except RuntimeError:  # somebody else refers to ``value``: leave it unchanged
-            return
 
 
 def follow_assignments(spec: ParamGroupSpec) -> Iterator[Any]:

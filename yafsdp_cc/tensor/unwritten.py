@@ -16,6 +16,7 @@ from yafsdp_cc.engine.layout import local_tensor
 from yafsdp_cc.forms.subclasses import tensors_of
 from yafsdp_cc.ranks.checks import refused_together
 from yafsdp_cc.ranks.mesh import all_groups
+from yafsdp_cc.tensor.module_parameters import named_sharded_parameters
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -59,13 +60,9 @@ def check_written(model: nn.Module, params: Sequence[FSDPParam], mesh: DeviceMes
 def _check_written(model: nn.Module, params: Sequence[FSDPParam]) -> None:
     found = {param.spec.name: "parameter" for param in params if _is_unwritten(param.parameter, param.local)}
     sharded = {param.parameter for param in params}
-    for path, module in model.named_modules():
-        named = {"buffer": module._buffers, "parameter": module._parameters}
-        for kind, key, tensor in ((kind, *each) for kind, own in named.items() for each in own.items()):
-            if tensor is None or tensor in sharded:
-                continue
-            if _is_unwritten(tensor) or (kind == "buffer" and tensor.is_meta):
-                found[f"{path}.{key}" if path else key] = kind
+    ignored = ((name, each) for name, each in named_sharded_parameters(model) if each not in sharded)
+    found |= {name: "parameter" for name, each in ignored if _is_unwritten(each)}
+    found |= {name: "buffer" for name, each in model.named_buffers() if each.is_meta or _is_unwritten(each)}
     if found:
         (name, kind), *others = found.items()
         names = ", ".join(f"'{each}'" for each, _ in others[:_NAMED]) + (", ..." if len(others) > _NAMED else "")
