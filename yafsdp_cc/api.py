@@ -64,9 +64,18 @@ from yafsdp_cc.sharding.checks import (
 )
 from yafsdp_cc.sharding.materialize import materialize, move_buffers, place_buffers
 from yafsdp_cc.sharding.ownership import MatrixOwners, Ownership, assign_owners
-from yafsdp_cc.sharding.parameters import OwnedParameter, check_shardable, find_parameters
 from yafsdp_cc.sharding.shards import ShardingPlan, shard_parameters
-from yafsdp_cc.sharding.units import TAKE_TURNS, Division, Units, UnitSpec, find_units, is_small
+from yafsdp_cc.sharding.units import (
+    TAKE_TURNS,
+    Division,
+    OwnedParameter,
+    Units,
+    UnitSpec,
+    check_shardable,
+    find_parameters,
+    find_units,
+    is_small,
+)
 from yafsdp_cc.tensor.dtensor import FlatDTensor, sharded_as
 from yafsdp_cc.tensor.loading import patch_torch
 

@@ -13,7 +13,7 @@ from yafsdp_cc.tensor.unwritten import mark_unwritten
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from yafsdp_cc.sharding.parameters import OwnedParameter
+    from yafsdp_cc.sharding.units import OwnedParameter
 
 
 @torch.no_grad()

@@ -30,13 +30,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from yafsdp_cc.sharding.parameters import present
+from yafsdp_cc.sharding.units import present
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from yafsdp_cc.sharding.parameters import OwnedParameter
-    from yafsdp_cc.sharding.units import Division, UnitSpec
+    from yafsdp_cc.sharding.units import Division, OwnedParameter, UnitSpec
 
 Ownership = Literal["flat", "matrix"] | Collection[str]
 """``"flat"``, ``"matrix"``, or ``*`` patterns of parameter names."""

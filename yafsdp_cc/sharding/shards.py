@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from yafsdp_cc.forms.offload import HostMemory
     from yafsdp_cc.ranks.mesh import MeshInfo
     from yafsdp_cc.sharding.ownership import MatrixOwners
-    from yafsdp_cc.sharding.parameters import OwnedParameter
+    from yafsdp_cc.sharding.units import OwnedParameter
 
 Part = TypeVar("Part", bound=FlatParam)
 
