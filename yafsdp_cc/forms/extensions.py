@@ -150,12 +150,9 @@ def row_layout(shape: Sequence[int], world: int) -> Layout:
 
 
 class ExtensionFlatParam(FlatParam):
-    """One parameter with an all-gather extension.
+    """One parameter with an all-gather extension, in the layout of ``row_layout``.
 
-    Args:
-        extension: arguments for the extension's methods.
-        rest: as of ``FlatParam``; ``layout`` comes from ``row_layout``. ``compute_dtype`` is uint8, since the extension
-            decides what the unsharded weights are.
+    ``compute_dtype`` is uint8, since the extension decides what the unsharded weights are.
     """
 
     made: UnshardedForm

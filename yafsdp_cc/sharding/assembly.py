@@ -198,11 +198,8 @@ def _join_collectives(specs: Sequence[ParamGroupSpec]) -> Collectives:
 def _make_context(
     model: nn.Module, specs: Sequence[ParamGroupSpec], retired: Sequence[FSDPState]
 ) -> tuple[GroupContext, Tensor, ContextsByMesh]:
-    """Make communicators and streams.
-
-    Returns:
-        The context that all groups share, the leaf below the root gates, and the contexts of each mesh.
-    """
+    """Make communicators and streams; return the context that all groups share, the leaf below the root gates, and the
+    contexts of each mesh."""
     info, streams = specs[-1].info, specs[-1].settings.streams
     device, separate = info.device, any(spec.settings.separate_reduce_group for spec in specs)
     ranks = info.mesh.mesh.flatten().tolist()

@@ -272,9 +272,6 @@ def _added_parameters(model: nn.Module, ignored: Collection[nn.Parameter]) -> li
     """Return the parameters that were added to ``model`` after it was sharded, those in ``ignored`` left out.
 
     Frozen ones may stay. A trainable one is refused, because every rank would train values of its own for it.
-
-    Raises:
-        ValueError: an added parameter requires a gradient.
     """
     added = {
         name: parameter

@@ -943,11 +943,7 @@ class UnshardedWeight(torch.Tensor):
 
     @data.setter
     def data(self, _: torch.Tensor) -> None:
-        """Refuse: what is assigned would be lost with the gathered weight.
-
-        Raises:
-            RuntimeError: always.
-        """
+        """Refuse: what is assigned would be lost with the gathered weight."""
         spec: ShardSpec = self.__dict__[_UNSHARDED_OF]
         raise RuntimeError(
             f"'{spec.name}' shows its gathered weights until the backward or reshard(): what is assigned to its .data "
