@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.distributed_c10d import _get_default_store
 
 from yafsdp_cc.engine.buffers import Buffer, BufferPool
@@ -225,9 +226,7 @@ def _make_context(
         if replicas is None:
             fingerprints[info.shard_group] = fingerprint
     # A backward reaches this leaf below the root gates if and only if it wants the parameters' gradients.
-    with torch.enable_grad():
-        leaf = torch.empty(0, device=device, requires_grad=True)
-        leaf_node: Any = leaf.view_as(leaf).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+    leaf = torch.empty(0, device=device, requires_grad=True)
     contexts = {
         mesh: (
             CommContext(gather, gather_scratch, fingerprint.record),
@@ -242,7 +241,7 @@ def _make_context(
         reduce_stream,
         fingerprint,
         next((old.context.counters for old in retired if old.model is model), Counters()),
-        leaf_node,
+        get_gradient_edge(leaf).node,
     )
     context.describe = partial(describe, context)
     watch(context)

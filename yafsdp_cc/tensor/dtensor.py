@@ -20,7 +20,7 @@ import copy
 import functools
 import logging
 import math
-import sys
+import traceback
 import weakref
 from bisect import bisect_left
 from dataclasses import replace
@@ -39,7 +39,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from yafsdp_cc.engine.layout import RowShardSpec, TensorParallel
 from yafsdp_cc.engine.param import owner_of
@@ -60,7 +60,7 @@ from yafsdp_cc.tensor.reductions import Across, LazyReduction, Reduction, Summan
 from yafsdp_cc.tensor.rows import are_rows, first_rows, flat_range_of, is_by_rows, is_flat_range, rows_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
@@ -511,9 +511,7 @@ def _instead(spec: ShardSpec) -> str:
 
 def _called_alone(owner: FSDPParam) -> str:
     """Return the name of the module that holds the parameter if a call of that module is on the stack; else ""."""
-    frame = sys._getframe()
-    while (above := frame.f_back) is not None:
-        frame = above
+    for frame, _ in traceback.walk_stack(None):
         if frame.f_code is torch.nn.Module._call_impl.__code__:
             module = frame.f_locals.get("self")
             if any(module is holder for holder, _ in owner.sites):
@@ -527,7 +525,7 @@ def _refuse(func: Any, spec: ShardSpec, what: str = "", instead: str = "", also:
 
 
 def _refused(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    specs = list(_specs_in((*args, *kwargs.values())))
+    specs = _specs_in((args, kwargs))
     if _is_derivative(func) and all(x.bounds is None and not x.shape for x in specs):
         # a model's number, such as a temperature, was multiplied by a plain loss: this is the derivative of the product
         args, kwargs = tree_map_only(FlatDTensor, lambda number: number._local_tensor, (args, kwargs))
@@ -538,13 +536,9 @@ def _refused(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     _refuse(func, spec)
 
 
-def _specs_in(values: Iterable[Any]) -> Iterator[ShardSpec]:
-    """Yield the specs of all FlatDTensors among arguments, in lists, too."""
-    for value in values:
-        if isinstance(value, FlatDTensor):
-            yield value.shard_spec
-        elif isinstance(value, (list, tuple)):
-            yield from _specs_in(value)
+def _specs_in(arguments: Any) -> list[ShardSpec]:
+    """Return the specs of all FlatDTensors among arguments, in lists, too."""
+    return [each.shard_spec for each in tree_leaves(arguments) if isinstance(each, FlatDTensor)]
 
 
 def _operand(func: Any, spec: ShardSpec | None, value: Any) -> Any:
@@ -749,7 +743,7 @@ def _assign_where(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> F
     target, indices, value, *_ = args
     mask = indices[0] if len(indices) == 1 else None
     if type(target) is not FlatDTensor or type(mask) is not FlatDTensor or mask.dtype != torch.bool:
-        _refuse(func, next(_specs_in(args)))
+        _refuse(func, _specs_in(args)[0])
     value = _operand(func, target.shard_spec, value)
     target.masked_fill_(mask, value.to(target.device).reshape(()))
     return target
@@ -758,7 +752,7 @@ def _assign_where(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> F
 def _concatenate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     """Handle ``parameters_to_vector``: gather whole tensors and concatenate them."""
     if any(x.dim() != 1 for x in args[0]):
-        _refuse(func, next(_specs_in(args)))
+        _refuse(func, _specs_in(args)[0])
     result: torch.Tensor = func([x._full() if isinstance(x, FlatDTensor) else x for x in args[0]], *args[1:], **kwargs)
     return result
 
@@ -837,7 +831,7 @@ _EXTREMES: dict[Any, tuple[Any, Reduction, torch.dtype | None]] = {
 def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Handle ``equal`` and ``allclose`` of tensors sharded alike; all ranks get the same answer by one all-reduce."""
     first, second, *rest = args
-    spec = next(_specs_in(args))
+    spec = _specs_in(args)[0]
     if func is aten.equal.default and first.shape != second.shape:
         return False
     ours = func(_operand(func, spec, first), _operand(func, spec, second), *rest, **kwargs)
@@ -856,7 +850,7 @@ def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Handle GradScaler's check: an infinity on one rank is found on all ranks, so that all skip the step."""
     tensors, found_inf, inverse_scale = args
     locals_ = [x._local_tensor if type(x) is FlatDTensor else x for x in tensors]
-    specs = list(_specs_in(tensors))
+    specs = _specs_in(tensors)
     for kind in {spec.mesh.device_type for spec in specs} - {found_inf.device.type}:
         # gradients are in host memory: wait for the copies of GradScaler's two numbers there
         torch.get_device_module(kind).synchronize()
