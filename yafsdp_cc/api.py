@@ -51,7 +51,6 @@ from yafsdp_cc.ranks.checks import check_settings, refused_together
 from yafsdp_cc.ranks.mesh import MeshInfo, all_groups, broadcast_values
 from yafsdp_cc.replicas.overlap import Overlap
 from yafsdp_cc.replicas.sync import ReplicaSync, join_replicas, sync_of
-from yafsdp_cc.sharding.assembly import assemble
 from yafsdp_cc.sharding.checks import (
     check_equal,
     check_modules,
@@ -62,6 +61,7 @@ from yafsdp_cc.sharding.checks import (
     check_types,
     values_of,
 )
+from yafsdp_cc.sharding.hooks import current_state
 from yafsdp_cc.sharding.materialize import materialize, move_buffers, place_buffers
 from yafsdp_cc.sharding.ownership import MatrixOwners, Ownership, assign_owners
 from yafsdp_cc.sharding.shards import ShardingPlan, shard_parameters
@@ -391,7 +391,7 @@ def shard(
     buffers = place_buffers(model, info.device, param_init_fn)
     if sync_module_states:
         broadcast_values(buffers, mesh)
-    assemble(model)
+    current_state(model)
     if given.compression is not None:
         _warn_of_residuals(plan_of(model), given.compression)
     mark_optimizer_steps()

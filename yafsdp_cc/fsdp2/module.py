@@ -32,9 +32,9 @@ from yafsdp_cc.engine.state import GROUP, STATE
 from yafsdp_cc.forms.extensions import ClassFlatParam, ExtensionFlatParam, in_class_of
 from yafsdp_cc.forms.subclasses import SUBCLASS, subclass_of, tensors_of
 from yafsdp_cc.ranks.mesh import all_gather_single, backend_of
-from yafsdp_cc.sharding.assembly import PARTS, current_state, group_of, hook_parts, state_of
+from yafsdp_cc.sharding.assembly import state_of
 from yafsdp_cc.sharding.checks import TRAINED_IN
-from yafsdp_cc.sharding.hooks import install_hooks, pre_forward_of
+from yafsdp_cc.sharding.hooks import PARTS, current_state, hook_parts, install_hooks, pre_forward_of
 from yafsdp_cc.sharding.materialize import move_buffers
 from yafsdp_cc.tensor.dtensor import FlatDTensor
 from yafsdp_cc.tensor.loading import apply_to_shards, follow_assignments
@@ -124,7 +124,8 @@ class ShardedModule(FSDPModule, nn.Module):
         Args:
             async_op: return a handle at once; a forward waits by itself.
         """
-        state, group, spec = current_state(self), group_of(self), spec_of(self)
+        state, spec = current_state(self), spec_of(self)
+        group = state.root_group if self is state.model else self.__dict__.get(GROUP)
         if spec is None:  # modules sharded within this one hold all its parameters: nothing to gather
             return None
         if group is not None:
@@ -506,7 +507,7 @@ def make_sharded(module: nn.Module) -> None:
     registry = module.__dict__.setdefault(REGISTRY_KEY, {})
     registry["fully_shard"] = RegistryItem()
     _undo_later(module, functools.partial(_unregister, module))
-    hooks = install_hooks(module, current_state)
+    hooks = install_hooks(module)
     if (spec := spec_of(module)) is not None and module is spec.modules[0]:
         hooks += [*follow_assignments(spec), *reshard_for_state_dicts(spec)]
         for holder in {holder for param in spec.params for holder, _ in param.sites}:
@@ -608,7 +609,7 @@ def register_forward_method(module: nn.Module, name: str) -> None:
 
     @functools.wraps(method)
     def with_weights(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs, finish = pre_forward_of(module, module, current_state, args, kwargs)
+        args, kwargs, finish = pre_forward_of(module, module, args, kwargs)
         output = None
         try:
             output = method(*args, **kwargs)

@@ -11,7 +11,7 @@ import weakref
 import zlib
 from collections import defaultdict
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ from yafsdp_cc.engine.hierarchy import Replicas
 from yafsdp_cc.engine.param import UnshardedParams, unsharded_bytes, unsharded_grad_bytes
 from yafsdp_cc.engine.param_group import GroupContext, ParamGroup
 from yafsdp_cc.engine.replicated import CollectiveFingerprint, ReplicatedParams
-from yafsdp_cc.engine.spec import EXACT, Counters, spec_of, specs_below
+from yafsdp_cc.engine.spec import EXACT, Counters, specs_below
 from yafsdp_cc.engine.state import GROUP, STATE, FSDPState
 from yafsdp_cc.engine.streams import comm_stream
 from yafsdp_cc.forms.extensions import check_local_tensors
@@ -35,11 +35,10 @@ from yafsdp_cc.ranks.checks import refused_together
 from yafsdp_cc.ranks.mesh import all_groups, backend_of, group_once, new_group, timeout_of
 from yafsdp_cc.sharding.checks import ModelContents
 from yafsdp_cc.sharding.collectives import CustomAllGather, CustomReduceScatter, SecondaryAllGather
-from yafsdp_cc.sharding.hooks import install_hooks
 from yafsdp_cc.sharding.links import probe_links, refused_over_store
 from yafsdp_cc.sharding.meshes import NO_FLAGS, ReplicatedParamsOfMeshes, check_mesh
 from yafsdp_cc.sharding.status import describe
-from yafsdp_cc.sharding.units import ROOT, TAKE_TURNS, is_called
+from yafsdp_cc.sharding.units import ROOT, TAKE_TURNS
 from yafsdp_cc.sharding.watch import watch
 from yafsdp_cc.tensor.dtensor import engines, sharded_as
 from yafsdp_cc.tensor.loading import take_back
@@ -47,7 +46,7 @@ from yafsdp_cc.tensor.module_parameters import StayUnsharded
 from yafsdp_cc.tensor.reductions import fingerprints
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
     from contextlib import AbstractContextManager
 
     from torch import Tensor
@@ -61,36 +60,12 @@ if TYPE_CHECKING:
 
 ContextsByMesh: TypeAlias = "dict[DeviceMesh, tuple[CommContext, CommContext]]"
 """``CommContext`` of all-gathers and of reduces on each mesh; all meshes share streams and scratch buffers."""
-PARTS = "_yafsdp_cc_parts"
-"""Name of an attribute of sharded modules: handles of the hooks on parts of them that may be called alone."""
 
 
 def state_of(module: nn.Module) -> FSDPState | None:
     """Return the engine that ``module`` belongs to, even an outdated one; None if none was made."""
     state: FSDPState | None = module.__dict__.get(STATE)
     return state
-
-
-def current_state(module: nn.Module) -> FSDPState:
-    """Return the engine that ``module`` belongs to, made now (a collective) if there is none or it is outdated.
-
-    A module without an engine becomes the root, unless it was sharded as a part of another.
-    """
-    state = state_of(module)
-    if state is not None and not (state.outdated and state.may_retire()):
-        return state
-    spec = spec_of(module if state is None else state.model)
-    return assemble(module if spec is None else spec.outermost.modules[0])
-
-
-def group_of(module: nn.Module) -> ParamGroup | None:
-    """Return the group that ``module`` was sharded as; None if it has no parameters of its own, or only replicated
-    ones."""
-    state = current_state(module)
-    if module is state.model:
-        return state.root_group
-    group: ParamGroup | None = module.__dict__.get(GROUP)
-    return group
 
 
 @torch.inference_mode(False)  # buffers made in inference mode could not be written in training
@@ -517,23 +492,3 @@ def _connect(state: FSDPState) -> None:
             module.__dict__[STATE] = state
             module.__dict__[GROUP] = None if module is state.model else by_spec.get(spec)
     state.model.__dict__[STATE] = state
-    hook_parts(state.model)
-
-
-def hook_parts(module: nn.Module) -> None:
-    """Let the parts of ``module`` that are not sharded modules be called outside of its forward.
-
-    The call of a part is then a forward of ``module``: methods of Hugging Face models call their encoder, embedding or
-    vision tower. Only the root and modules with units inside get such hooks: one on each layer of every block is slow.
-    """
-    hooked: dict[nn.Module, list[Any]] = module.__dict__.setdefault(PARTS, {})
-    for part in _parts(module):
-        if part not in hooked and is_called(part) and any(True for _ in part.parameters()):
-            hooked[part] = install_hooks(module, current_state, part)
-
-
-def _parts(module: nn.Module) -> Iterator[nn.Module]:
-    for child in module.children():
-        if spec_of(child) is None:
-            yield child
-            yield from _parts(child)
