@@ -617,17 +617,9 @@ def _on_locals(func: Any, spec: ShardSpec | None, args: tuple[Any, ...], kwargs:
     return func._op(*locals_, **named)
 
 
-def _in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Handle an element-wise operation in place."""
-    target = args[0]
-    _on_locals(func, target.shard_spec if type(target) is FlatDTensor else None, args, kwargs)
-    increment_version((target._local_tensor,))
-    return target
-
-
-def _out_of_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Handle an element-wise operation that returns new tensors or writes to ``out``."""
-    outs = tuple(kwargs[name] for name in _written(func).values())
+def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Handle an element-wise operation that works in place, writes to ``out`` or returns new tensors."""
+    outs = tuple(args[i] if i < len(args) else kwargs[name] for i, name in _written(func).items())
     if outs:
         _on_locals(func, outs[0].shard_spec if all(type(x) is FlatDTensor for x in outs) else None, args, kwargs)
         increment_version([x._local_tensor for x in outs])
@@ -709,17 +701,12 @@ def _draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatDTens
         increment_version((local,))
     else:
         flat = _wrap(drawn.clone(), spec)
-    _same_where_replicated(flat)
-    return flat
-
-
-def _same_where_replicated(flat: FlatDTensor) -> None:
-    """Give all ranks that hold the same elements the first such rank's values: their seeds may differ."""
-    local, spec = flat._local_tensor, flat.shard_spec
-    for part in tensors_of(local):
+    # all ranks that hold the same elements take those of the first such rank: their seeds may differ
+    for part in tensors_of(flat._local_tensor):
         broadcast_from_first(part, spec.mesh, replicas_only=spec.bounds is not None)
     if spec.tensor_parallel is not None:
-        spec.tensor_parallel.broadcast_first(local)
+        spec.tensor_parallel.broadcast_first(flat._local_tensor)
+    return flat
 
 
 def _of_own_shape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatDTensor:
@@ -786,11 +773,11 @@ def _loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     reduction, given["reduction"] = given["reduction"], 0  # 0 is reduction="none"
     elements = given["self"]
     if "grad_output" not in given:
-        lost = _out_of_place(func, tuple(given.values()), {})
+        lost = _elementwise(func, tuple(given.values()), {})
         return lost if reduction == 0 else lost.mean() if reduction == 1 else lost.sum()
     if reduction == 1:
         given["grad_output"] = given["grad_output"] / elements.numel()
-    return _out_of_place(func, tuple(given.values()), {})
+    return _elementwise(func, tuple(given.values()), {})
 
 
 def _reduce(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -905,9 +892,7 @@ def _handler_of(func: Any) -> Callable[..., Any]:
     is_elementwise = base in _ELEMENTWISE or any(torch.Tag.pointwise in form.tags for form in forms)
     if not is_elementwise or torch.Tag.nondeterministic_seeded in func.tags:
         return _refused
-    if name.startswith(("_foreach_", "_fused_")):
-        return _foreach
-    return _in_place if 0 in _written(func) else _out_of_place
+    return _foreach if name.startswith(("_foreach_", "_fused_")) else _elementwise
 
 
 # Parameters that were replaced by sharded ones ---------------------------------------------------------------------
