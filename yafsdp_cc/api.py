@@ -373,14 +373,12 @@ def shard(
     plan = given.plan(prepare, owners)
     # ``output_dtype`` is for the output of the model, not of the units inside
     inner = plan._replace(policy=replace(policy, output_dtype=None))
-    root_params: tuple[OwnedParameter, ...] = ()
     for unit in division.units:
-        if unit.modules == (model,):
-            root_params = unit.parameters
-            continue
-        spec = shard_parameters(unit.modules, unit.parameters, (), inner, unit.role)
-        spec.settings.keeps_after_forward = given.keeps_after_forward
-        spec.settings.secondary_ranks = given.secondary_ranks
+        if unit.modules != (model,):
+            spec = shard_parameters(unit.modules, unit.parameters, (), inner, unit.role)
+            spec.settings.keeps_after_forward = given.keeps_after_forward
+            spec.settings.secondary_ranks = given.secondary_ranks
+    root_params = next((unit.parameters for unit in division.units if unit.modules == (model,)), ())
     shard_parameters((model,), root_params, division.replicated, plan, "root").ignored = given.ignored
     for spec in specs_below(model):
         spec.settings.separate_reduce_group = separate_reduce_group

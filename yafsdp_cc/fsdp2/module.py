@@ -37,7 +37,7 @@ from yafsdp_cc.sharding.checks import TRAINED_IN
 from yafsdp_cc.sharding.hooks import PARTS, current_state, hook_parts, install_hooks, pre_forward_of
 from yafsdp_cc.sharding.materialize import move_buffers
 from yafsdp_cc.tensor.dtensor import FlatDTensor
-from yafsdp_cc.tensor.loading import apply_to_shards, follow_assignments
+from yafsdp_cc.tensor.loading import apply_to_shards, follow_assignments, makes_empty, mark_unwritten
 from yafsdp_cc.tensor.module_parameters import (
     install_module_parameters,
     register_until_reshard,
@@ -46,7 +46,6 @@ from yafsdp_cc.tensor.module_parameters import (
     reshard_for_state_dicts,
     unshard_until_reshard,
 )
-from yafsdp_cc.tensor.unwritten import makes_empty, mark_unwritten
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -17,8 +17,8 @@ from yafsdp_cc.forms.extensions import NO_EXTENSION
 from yafsdp_cc.forms.subclasses import subclass_of, tensors_of
 from yafsdp_cc.ranks.checks import all_gather_objects, checksum, table_of_ranks
 from yafsdp_cc.tensor.dtensor import FlatDTensor
+from yafsdp_cc.tensor.loading import check_written
 from yafsdp_cc.tensor.module_parameters import named_sharded_parameters
-from yafsdp_cc.tensor.unwritten import check_written
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
