@@ -412,10 +412,9 @@ class ShardedModule(FSDPModule, nn.Module):
 
     def _change_setting(self, recurse: bool, name: str, value: object) -> None:
         for spec in self._specs(recurse):
-            if getattr(spec.settings, name) == value:
-                continue
-            setattr(spec.settings, name, value)
-            outdate(spec)
+            if getattr(spec.settings, name) != value:
+                setattr(spec.settings, name, value)
+                outdate(spec)
 
 
 def _specs_of(modules: Sequence[Any]) -> tuple[ParamGroupSpec, ...]:

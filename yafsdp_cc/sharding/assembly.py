@@ -489,8 +489,7 @@ class ReplicatedParamsOfMeshes(ReplicatedParams):
     """
 
     def __init__(self, own: ReplicatedParams, others: Sequence[ReplicatedParams]) -> None:
-        self._own, self._others = own, others
-        self._all = (own, *others)
+        self._own, self._all = own, (own, *others)
         self.flats = tuple(flat for each in self._all for flat in each.flats)
         self.params = tuple(param for each in self._all for param in each.params)
         self._leaves = tuple(leaf for each in self._all for leaf in each._leaves)
@@ -508,7 +507,7 @@ class ReplicatedParamsOfMeshes(ReplicatedParams):
 
     def all_reduce(self, flags: Sequence[float]) -> Tensor:
         totals = self._own.all_reduce(flags)
-        for other in self._others:
+        for other in self._all[1:]:
             other.all_reduce(NO_FLAGS)
         return totals
 

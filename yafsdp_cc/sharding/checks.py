@@ -179,7 +179,7 @@ def check_subclasses(
     compresses: bool,
     offloads: bool,
     is_complete: bool,
-    whole: Collection[OwnedParameter] = (),
+    whole: Collection[OwnedParameter],
 ) -> None:
     """Check that parameters of tensor subclasses can be sharded as asked.
 
