@@ -1,7 +1,10 @@
 """What snapshots in memory cost: steps with and without ``Rescue``, interleaved, on four ranks of two nodes.
 
 python -m bench.rescue                        links between the nodes unshaped, and of 1 Gbit/s
-python -m bench.rescue --rounds 4 --every 10
+python -m bench.rescue --pairs 20 --every 10
+
+A pair is four steps without a snapshot and four with one. The cost is the median difference of a pair, in relation to
+``every`` steps: seconds, and CPU seconds of all ranks together, as steps on a shared machine differ by more than that.
 """
 
 from __future__ import annotations
@@ -24,68 +27,73 @@ from yafsdp_cc.tools.demo.train import loss_of
 from yafsdp_cc.tools.netlab import Lab
 
 FOLDER = Path("/dev/shm/yafsdp_cc-bench")
+STEPS = 4
 
 
 class Round(NamedTuple):
-    """Medians over a round's steps of one rank, and bytes that its node sent."""
+    """Seconds of a round of ``STEPS`` steps, CPU seconds of all ranks, and bytes that a node sent."""
 
     seconds: float
     cpu_seconds: float
     sent: int
 
 
-def body(lab: Lab, every: int, rounds: int, windows: int) -> list[tuple[Round, Round]]:
-    """Train rounds of ``2 * every`` steps without and with snapshots; return both of each round."""
+def body(lab: Lab, pairs: int, windows: int) -> list[tuple[Round, Round]]:
+    """Train rounds of ``STEPS`` steps without and with a snapshot; return both of each pair."""
     rank = dist.get_rank()
     os.environ[MEMORY] = str(FOLDER / f"node-{rank // 2}")
     torch.manual_seed(0)
     model = GPT()
     yafsdp_cc.shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    rescue = yafsdp_cc.Rescue(model, optimizer, every=every)
+    rescue = yafsdp_cc.Rescue(model, optimizer, every=STEPS)
     rescue.restore()
     drawn = torch.Generator().manual_seed(rank)
 
-    def train(is_rescued: bool) -> Round:
+    def train(is_rescued: bool, steps: int = STEPS) -> Round:
         dist.barrier()
         sent = lab.traffic()[rank // 2].sent
         begin, cpu = time.perf_counter(), time.process_time()
-        for _ in range(2 * every):
+        for _ in range(steps):
             loss_of(model, torch.randint(256, (windows, 257), generator=drawn)).backward()
             optimizer.step()
             optimizer.zero_grad()
             if is_rescued:
                 rescue.step()
-        wall, cpu = time.perf_counter() - begin, time.process_time() - cpu
         rescue._wait()
-        dist.barrier()
-        return Round(wall / 2 / every, cpu / 2 / every, lab.traffic()[rank // 2].sent - sent)
+        used = torch.tensor([time.perf_counter() - begin, time.process_time() - cpu])
+        dist.all_reduce(used)
+        return Round(used[0].item() / dist.get_world_size(), used[1].item(), lab.traffic()[rank // 2].sent - sent)
 
-    train(True)
-    measured = [(train(False), train(True)) for _ in range(rounds)]
+    train(True, 2 * STEPS - 1)  # each later round of snapshots begins its own behind its first step
+    measured = [(train(False), train(True)) for _ in range(pairs)]
     rescue.close()
     return measured
 
 
 def main() -> None:
-    """Print a table of medians and of their ratios."""
+    """Print a table of medians, with the quartiles of what a snapshot costs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--every", type=int, default=10)
-    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--pairs", type=int, default=16)
     parser.add_argument("--windows", type=int, default=4, help="sequences of a rank and step, of 256 bytes each")
     asked = parser.parse_args()
-    print("| link | step, ms | with snapshots, ms | ratio | CPU ratio | bytes that a node sends for a snapshot |")
+    print(
+        f"| link | step, s | a snapshot, % of {asked.every} steps | CPU of a step, s | a snapshot, % | a node sends |"
+    )
     print("|---|---|---|---|---|---|")
     for bandwidth in ("unshaped", "1gbit"):
         with Lab(4, bandwidth, ranks_per_machine=2) as lab:
-            measured = lab.run(body, lab, asked.every, asked.rounds, asked.windows, timeout=1200)[0]
+            measured = lab.run(body, lab, asked.pairs, asked.windows, timeout=1800)[0]
         shutil.rmtree(FOLDER, ignore_errors=True)
-        without, rescued = ([pair[side] for pair in measured] for side in (0, 1))
-        wall = statistics.median(b.seconds / a.seconds for a, b in measured)
-        cpu = statistics.median(b.cpu_seconds / a.cpu_seconds for a, b in measured)
-        sent = statistics.median((b.sent - a.sent) / 2 for a, b in measured)
-        times = [1e3 * statistics.median(each.seconds for each in some) for some in (without, rescued)]
-        print(f"| {bandwidth} | {times[0]:.0f} | {times[1]:.0f} | {wall:.3f} | {cpu:.3f} | {sent:,.0f} |", flush=True)
+        told = [bandwidth]
+        for field in ("seconds", "cpu_seconds"):
+            without = statistics.median(getattr(plain, field) for plain, _ in measured) / STEPS
+            costs = [getattr(rescued, field) - getattr(plain, field) for plain, rescued in measured]
+            low, middle, high = (100 * each / without / asked.every for each in statistics.quantiles(costs, n=4))
+            told += [f"{without:.3f}", f"{middle:.1f} ({low:.1f} to {high:.1f})"]
+        sent = statistics.median(rescued.sent - plain.sent for plain, rescued in measured)
+        print(f"| {' | '.join(told)} | {sent:,.0f} bytes |", flush=True)
 
 
 if __name__ == "__main__":

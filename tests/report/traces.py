@@ -92,53 +92,62 @@ def write_kineto(path: Path) -> Path:
     return path
 
 
-SCHEMA = """
-CREATE TABLE StringIds (id INTEGER NOT NULL PRIMARY KEY, value TEXT NOT NULL);
-CREATE TABLE CUPTI_ACTIVITY_KIND_KERNEL (start INTEGER NOT NULL, end INTEGER NOT NULL, deviceId INTEGER NOT NULL,
-    contextId INTEGER NOT NULL, streamId INTEGER NOT NULL, correlationId INTEGER, globalPid INTEGER,
-    demangledName INTEGER NOT NULL, shortName INTEGER NOT NULL, gridX INTEGER, gridY INTEGER, gridZ INTEGER,
-    blockX INTEGER, blockY INTEGER, blockZ INTEGER);
-CREATE TABLE CUPTI_ACTIVITY_KIND_MEMCPY (start INTEGER NOT NULL, end INTEGER NOT NULL, deviceId INTEGER NOT NULL,
-    contextId INTEGER NOT NULL, streamId INTEGER NOT NULL, correlationId INTEGER, globalPid INTEGER,
-    bytes INTEGER NOT NULL, copyKind INTEGER NOT NULL);
-CREATE TABLE CUPTI_ACTIVITY_KIND_RUNTIME (start INTEGER NOT NULL, end INTEGER NOT NULL, eventClass INTEGER NOT NULL,
-    globalTid INTEGER, correlationId INTEGER, nameId INTEGER NOT NULL, returnValue INTEGER NOT NULL);
-CREATE TABLE NVTX_EVENTS (start INTEGER NOT NULL, end INTEGER, eventType INTEGER NOT NULL, rangeId INTEGER,
-    category INTEGER, color INTEGER, text TEXT, globalTid INTEGER, endGlobalTid INTEGER, textId INTEGER,
-    domainId INTEGER, uint64Value INTEGER);
-"""
-"""What is read of NVIDIA's SQLite Export Schema Reference, with the columns beside it."""
-PROCESS, OTHER_PROCESS = 0x1000063000000, 0x1000064000000
+ACTIVITY = "start end deviceId contextId greenContextId streamId correlationId globalPid"
+COLUMNS = {
+    "StringIds": "id value",
+    "CUPTI_ACTIVITY_KIND_KERNEL": f"{ACTIVITY} demangledName shortName mangledName launchType cacheConfig "
+    "registersPerThread gridX gridY gridZ blockX blockY blockZ staticSharedMemory dynamicSharedMemory "
+    "localMemoryPerThread localMemoryTotal gridId sharedMemoryExecuted graphNodeId sharedMemoryLimitConfig",
+    "CUPTI_ACTIVITY_KIND_MEMCPY": f"{ACTIVITY} bytes copyKind deprecatedSrcId srcKind dstKind srcDeviceId srcContextId "
+    "dstDeviceId dstContextId migrationCause graphNodeId virtualAddress",
+    "CUPTI_ACTIVITY_KIND_MEMSET": f"{ACTIVITY} value bytes graphNodeId memKind",
+    "CUPTI_ACTIVITY_KIND_RUNTIME": "start end eventClass globalTid correlationId nameId returnValue callchainId",
+    "NVTX_EVENTS": "start end eventType rangeId category color text globalTid endGlobalTid textId domainId uint64Value "
+    "int64Value doubleValue uint32Value int32Value floatValue jsonTextId jsonText",
+}
+"""Columns of the tables that are read, as in exports of Nsight Systems 2024.5 (schema 3.13) of programs with MPI."""
+PROCESS, OTHER_PROCESS = 302119223558144, 302119240335360
+"""Global ids of two processes: a thread's is that of its process and the thread's own below 1 << 24."""
+PUSHED, MARK, DOMAIN = 59, 34, 75
+"""Types of NVTX events: a range that was pushed and popped, a point in time, and the name of a domain."""
 
 
 def write_nsys(path: Path) -> Path:
     """Write it as ``nsys export --type sqlite`` does, with another process of the same correlations beside it."""
     path.unlink(missing_ok=True)
+    strings: dict[str, int] = {}
+
+    def string(text: str) -> int:
+        return strings.setdefault(text, len(strings) + 1)
+
     with closing(sqlite3.connect(path)) as database:
-        database.executescript(SCHEMA)
-        strings: dict[str, int] = {}
+        for table, columns in COLUMNS.items():
+            database.execute(f"CREATE TABLE {table} ({', '.join(columns.split())})")
 
-        def string(text: str) -> int:
-            return strings.setdefault(text, len(strings) + 1)
+        def insert(table: str, **row: object) -> None:
+            places = ", ".join("?" * len(row))
+            database.execute(f"INSERT INTO {table} ({', '.join(row)}) VALUES ({places})", list(row.values()))
 
+        insert("NVTX_EVENTS", start=0, eventType=DOMAIN, text="NCCL", globalTid=PROCESS + THREAD, domainId=1)
+        insert("NVTX_EVENTS", start=7000, eventType=MARK, text="YaFSDP::reduce (b)", globalTid=PROCESS + THREAD)
         for place, (name, thread, start, end) in enumerate(RANGES):
             # Registered strings have an identifier, others stand in the table.
-            text, identifier = (name, None) if place % 2 else (None, string(name))
-            row = (start * 1000, end * 1000, 60, place, None, None, text, PROCESS + thread, None, identifier, 1, 4096)
-            database.execute(f"INSERT INTO NVTX_EVENTS VALUES ({','.join('?' * 12)})", row)
-        never_ended = (1000, None, 60, 99, None, None, "YaFSDP::reduce (b)", PROCESS + THREAD, None, None, 1, 0)
-        database.execute(f"INSERT INTO NVTX_EVENTS VALUES ({','.join('?' * 12)})", never_ended)
+            told = {"text": name} if place % 2 else {"textId": string(name)}
+            times = {"start": start * 1000, "end": end * 1000}
+            insert("NVTX_EVENTS", **times, **told, eventType=PUSHED, globalTid=PROCESS + thread, domainId=place % 2)
         for number, each in enumerate(ON_GPU):
-            row: tuple[int, ...] = (each.start * 1000, each.end * 1000, 0, 1, each.stream, number, PROCESS)
+            row = {"start": each.start * 1000, "end": each.end * 1000, "deviceId": 0, "contextId": 1}
+            row |= {"streamId": each.stream, "correlationId": number, "globalPid": PROCESS}
             if each.name.startswith("Memcpy"):
-                row += (4096, 8 if "DtoD" in each.name else 1)
-                database.execute(f"INSERT INTO CUPTI_ACTIVITY_KIND_MEMCPY VALUES ({','.join('?' * 9)})", row)
+                insert("CUPTI_ACTIVITY_KIND_MEMCPY", **row, bytes=4096, copyKind=8 if "DtoD" in each.name else 1)
             else:
-                row += (string(each.name), string(each.name), each.grid, 1, 1, 128, 1, 1)
-                database.execute(f"INSERT INTO CUPTI_ACTIVITY_KIND_KERNEL VALUES ({','.join('?' * 15)})", row)
+                name = string(each.name)
+                sizes = {"gridX": each.grid, "gridY": 1, "gridZ": 1, "blockX": 128, "blockY": 1, "blockZ": 1}
+                insert("CUPTI_ACTIVITY_KIND_KERNEL", **row, demangledName=name, shortName=name, **sizes)
             for process, when in ((PROCESS, each.launched), (OTHER_PROCESS, 7)):
-                call = (when * 1000, when * 1000 + 2000, 0, process + each.thread, number, string("cudaLaunch"), 0)
-                database.execute(f"INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME VALUES ({','.join('?' * 7)})", call)
+                call = {"start": when * 1000, "end": when * 1000 + 2000, "globalTid": process + each.thread}
+                name = string("cudaLaunchKernel_v7000")
+                insert("CUPTI_ACTIVITY_KIND_RUNTIME", **call, eventClass=0, correlationId=number, nameId=name)
         database.executemany("INSERT INTO StringIds VALUES (?, ?)", [(i, text) for text, i in strings.items()])
         database.commit()
     return path

@@ -127,6 +127,15 @@ def test_a_node_that_lost_its_memory_has_it_from_its_buddy(
     assert f"going on behind step 6, from memory ({parts} of 4 parts from another node); step" in capfd.readouterr().err
 
 
+def test_nodes_may_be_lost_one_after_the_other_without_a_snapshot_between(tmp_path: Path) -> None:
+    undisturbed = on_ranks(4, train, tmp_path / "other", 9, "exact", 2)
+    on_ranks(4, train, tmp_path, 7, "exact", 2)
+    for lost in (0, 1, 0):
+        shutil.rmtree(tmp_path / f"node-{lost}")
+        assert [each["began"] for each in on_ranks(4, train, tmp_path, 7, "exact", 2)] == [6] * 4
+    assert_same(on_ranks(4, train, tmp_path, 9, "exact", 2), undisturbed)
+
+
 def test_any_one_of_three_nodes_may_vanish(tmp_path: Path) -> None:
     on_ranks(3, train, tmp_path, 4, "exact", 3)
     for lost in range(3):

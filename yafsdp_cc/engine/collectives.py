@@ -83,6 +83,8 @@ class ExactReduceScatter(ReduceScatter):
         chunks: elements of each rank's chunk where they differ.
     """
 
+    defers = False
+
     def __init__(self, numel: int, dtype: torch.dtype, *, casts: bool = True, chunks: Sequence[int] = ()) -> None:
         self._numel, self._dtype, self._casts, self._chunks = numel, dtype, casts, chunks
 

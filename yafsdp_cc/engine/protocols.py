@@ -109,9 +109,9 @@ class ReduceScatter(Collective):
     """Sums the unsharded gradients of one ``FlatParam``, each chunk at the rank that owns it."""
 
     @property
+    @abstractmethod
     def defers(self) -> bool:
         """Whether ``defer`` can store gradients now; a warm-up, for one, sums them exactly."""
-        return False
 
     @abstractmethod
     def start(self, grads: Tensor, async_op: bool) -> Works:

@@ -69,6 +69,11 @@ class Transfer(NamedTuple):
     target: int
 
 
+def files_in(folder: Path) -> dict[str, int]:
+    """Return the bytes of the whole files in a folder, by name."""
+    return {each.name: each.stat().st_size for each in folder.iterdir() if each.suffix != ".part"}
+
+
 def fetch(names: Collection[str], folder: Path, nodes: Nodes, group: Group) -> list[Transfer]:
     """Bring files that ``folder`` lacks on this rank's node from other nodes. A collective.
 
@@ -78,7 +83,7 @@ def fetch(names: Collection[str], folder: Path, nodes: Nodes, group: Group) -> l
     Raises:
         LostError: on every rank: no node has one of the files.
     """
-    here = {each.name: each.stat().st_size for each in folder.iterdir() if each.suffix != ".part"}
+    here = files_in(folder)
     missing = sorted(name for name in names if name not in here)
     found = all_gather_objects((here, missing), group)
     transfers: dict[tuple[str, int], Transfer] = {}

@@ -45,7 +45,7 @@ from yafsdp_cc.fsdp2.module import ShardedModule, require_state
 from yafsdp_cc.ranks.checks import all_gather_objects
 from yafsdp_cc.replicas.sync import local_of, refuse_sync
 from yafsdp_cc.rescue.memory import MEMORY, folder_of_run
-from yafsdp_cc.rescue.nodes import LostError, Nodes, Transfer, fetch, transfer
+from yafsdp_cc.rescue.nodes import LostError, Nodes, Transfer, fetch, files_in, transfer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -179,6 +179,8 @@ class Rescue:
             if each.name != taken.snapshot:
                 shutil.rmtree(each, ignore_errors=True)
         all_gather_objects(None, ranks.back)
+        if taken.snapshot and len(self._nodes.members) > 1:
+            self._started, self._job = taken.steps, self._thread.submit(self._copy_again, taken.snapshot)
         if self._nodes.rank == 0 and (taken.source or lost):
             again = f"; steps {taken.steps + 1} to {lost} are made again" if lost > taken.steps else ""
             _say(f"going on {taken.source or 'from the beginning'}{again}")
@@ -338,6 +340,20 @@ class Rescue:
         if self._nodes.is_first:
             files.write(folder / f"{METADATA}.part", next(table for _, table in found if table))
             os.replace(folder / f"{METADATA}.part", folder / METADATA)
+
+    def _copy_again(self, snapshot: str) -> None:
+        """Copy files of a snapshot that one node alone has to its buddy, so that another node may be lost before the
+        next snapshot; runs in the background thread."""
+        folder, nodes, group = self._folder / snapshot, self._nodes, self._ranks.back
+        found = all_gather_objects(files_in(folder), group)
+        copies = []
+        for name in sorted({name for each in found for name in each}):
+            sources = [rank for rank, each in enumerate(found) if name in each]
+            source = sources[len(copies) % len(sources)]  # ranks of a node share the work
+            buddy = nodes.buddy_of(source)
+            if buddy is not None and {nodes.of[each] for each in sources} == {nodes.of[source]}:
+                copies.append(Transfer(name, found[source][name], source, buddy))
+        transfer(copies, folder, group, self._let_training_go_first)
 
     def _remove_all_but_the_last(self, new: Path) -> None:
         """Remove all snapshots but the last one, and the new one that other ranks may write already."""

@@ -132,6 +132,8 @@ class CustomAllGather(AllGather):
 class CustomReduceScatter(ReduceScatter):
     """A sum by ``comm``, the user's object, in the dtype of the gradients; divided afterwards, in fp32."""
 
+    defers = False
+
     def __init__(self, flat: FlatParam, comm: fsdp2.ReduceScatter, group: dist.ProcessGroup) -> None:
         self._flat, self._comm, self._group = flat, comm, group
         self._scale = sum_scale(flat.reduce_dtype, group.size())
