@@ -40,6 +40,7 @@ from yafsdp_cc.fsdp2.module import (
     built_state,
     class_of,
     make_sharded,
+    outdate,
     register_forward_method,
 )
 from yafsdp_cc.plan import Plan
@@ -50,7 +51,6 @@ from yafsdp_cc.ranks.checks import check_settings, refused_together
 from yafsdp_cc.ranks.mesh import MeshInfo, all_groups, broadcast_values
 from yafsdp_cc.replicas.overlap import Overlap
 from yafsdp_cc.replicas.sync import ReplicaSync, join_replicas, sync_of
-from yafsdp_cc.sharding.assembly import assemble, state_of
 from yafsdp_cc.sharding.checks import (
     check_equal,
     check_modules,
@@ -61,11 +61,21 @@ from yafsdp_cc.sharding.checks import (
     check_types,
     values_of,
 )
-from yafsdp_cc.sharding.materialize import materialize, place_buffers
+from yafsdp_cc.sharding.hooks import current_state
+from yafsdp_cc.sharding.materialize import materialize, move_buffers, place_buffers
 from yafsdp_cc.sharding.ownership import MatrixOwners, Ownership, assign_owners
-from yafsdp_cc.sharding.parameters import OwnedParameter, check_shardable, find_parameters
 from yafsdp_cc.sharding.shards import ShardingPlan, shard_parameters
-from yafsdp_cc.sharding.units import TAKE_TURNS, Division, Units, UnitSpec, find_units, is_small
+from yafsdp_cc.sharding.units import (
+    TAKE_TURNS,
+    Division,
+    OwnedParameter,
+    Units,
+    UnitSpec,
+    check_shardable,
+    find_parameters,
+    find_units,
+    is_small,
+)
 from yafsdp_cc.tensor.dtensor import FlatDTensor, sharded_as
 from yafsdp_cc.tensor.loading import patch_torch
 
@@ -91,20 +101,29 @@ class _Arguments(NamedTuple):
     secondary_ranks: int
     ignored: frozenset[nn.Parameter]
 
-    def check_subclasses(
-        self, owned: Sequence[OwnedParameter], whole: Collection[OwnedParameter] = (), *, is_complete: bool
-    ) -> None:
-        """Raise a ``ValueError`` if a parameter of a tensor subclass cannot be sharded, or not ``whole`` if asked."""
+    def owners(
+        self, division: Division, ownership: Ownership, *, is_complete: bool, work: Counter[int] | None = None
+    ) -> dict[OwnedParameter, MatrixOwners]:
+        """Check that parameters can be sharded; return the ranks that own matrices.
+
+        Args:
+            is_complete: as of ``check_subclasses``.
+            work: as of ``assign_owners``.
+        """
+        owned, mesh = division.parameters, self.info.mesh
+        check_tensor_parallel(owned, mesh)
+        check_no_hooks(owned)
+        world, alignment = self.info.shard_group.size(), self.collectives.alignment
+        keeps = self.keeps_after_forward
+        owners = assign_owners(division, ownership, world, alignment=alignment, keeps_unsharded=keeps, work=work)
         given = {"compresses": self.compression is not None, "offloads": self.host is not None}
-        check_subclasses(owned, self.info, **given, is_complete=is_complete, whole=whole)
+        check_subclasses(owned, self.info, **given, is_complete=is_complete, whole=owners)
+        return owners
 
     def plan(
-        self,
-        prepare: Callable[[Sequence[OwnedParameter]], None],
-        policy: MixedPrecisionPolicy,
-        owners: Mapping[OwnedParameter, MatrixOwners],
+        self, prepare: Callable[[Sequence[OwnedParameter]], None], owners: Mapping[OwnedParameter, MatrixOwners]
     ) -> ShardingPlan:
-        return ShardingPlan(self.info, policy, self.collectives, self.host, prepare, owners)
+        return ShardingPlan(self.info, self.policy, self.collectives, self.host, prepare, owners)
 
     def settings(self, mp_policy: MixedPrecisionPolicy | None, ownership: Ownership) -> dict[str, Any]:
         """Return arguments of ``shard`` and ``fully_shard`` that must be equal on all ranks, by name."""
@@ -298,12 +317,12 @@ def shard(
         RuntimeError: there is neither a process group nor a launcher's environment.
     """
     mesh = all_ranks() if mesh is None else mesh
-    everywhere, synchronizes = mesh, Overlap() if sync == "overlap" else sync
+    synchronizes = Overlap() if sync == "overlap" else sync
     if isinstance(mesh, DeviceMesh) and mesh.ndim == 2:
         check_settings({"sync": None if sync is None else repr(synchronizes)}, _everybody(mesh))
     if synchronizes is not None:
         with refused_together(*_everybody(mesh)):
-            mesh = _mesh_of_replica(everywhere, synchronizes)
+            across_replicas, mesh = _divided_by_replica(mesh, synchronizes)
     with refused_together(*_everybody(mesh)):
         check_types(
             model=(model, nn.Module, "an nn.Module"),
@@ -311,7 +330,8 @@ def shard(
             reshard_after_forward=(reshard_after_forward, (int, type(None)), "True, False, None or a number of ranks"),
         )
         policy = MixedPrecisionPolicy() if mp_policy is None else mp_policy
-        given = _check_arguments(mesh, reshard_after_forward, policy, offload_policy, ignored_params, compression)
+        reshard = False if zero_stage in (1, 2) else reshard_after_forward
+        given = _check_arguments(mesh, reshard, policy, offload_policy, ignored_params, compression)
         if mesh.mesh_dim_names == ("shard", "replicate"):
             raise ValueError(
                 "mesh has dimensions ('shard', 'replicate'), and it is the second that parameters are sharded across: "
@@ -327,18 +347,12 @@ def shard(
         check_modules(model, "shard()")
         _check_not_sharded(model)
         division = find_units(model, units, given.ignored)
-        owned = [*(each for unit in division.units for each in unit.parameters), *division.replicated]
-        check_tensor_parallel(owned, mesh)
-        check_no_hooks(owned)
+        owners = given.owners(division, ownership, is_complete=True)
         if given.compression is not None:
             given.compression.check_overrides([name for name, _ in model.named_parameters()])
-        keeps, world = given.keeps_after_forward or zero_stage < 3, given.info.shard_group.size()
-        alignment = given.collectives.alignment
-        owners = assign_owners(division, ownership, world, alignment=alignment, keeps_unsharded=keeps)
-        given.check_subclasses(owned, owners, is_complete=True)
         for unit in division.units:
             if unit.modules != (model,):
-                given.collectives.check_group(unit.name, keeps)
+                given.collectives.check_group(unit.name, given.keeps_after_forward)
     if synchronizes is None:
         _warn_of_whole_model(mesh, division)
         _warn_of_emulated_bf16(policy, torch.device(mesh.device_type))
@@ -346,47 +360,42 @@ def shard(
     settings = {
         **given.settings(mp_policy, ownership),
         "offload_policy": offload_policy,
-        "reshard_after_forward": (given.keeps_after_forward, given.secondary_ranks),
         "zero_stage": zero_stage,
+        "reshard_after_forward": (given.keeps_after_forward, given.secondary_ranks),
         "sync_module_states": sync_module_states,
         "separate_reduce_group": separate_reduce_group,
         "torch": torch.__version__,
     }
     check_settings(settings, across)
-    check_equal(owned, across, values=not sync_module_states)
+    check_equal(division.parameters, across, values=not sync_module_states)
     check_settings({"units": [(unit.role, unit.name, len(unit.parameters)) for unit in division.units]}, across)
     prepare = _preparation(model, info, sync_module_states, param_init_fn)
+    plan = given.plan(prepare, owners)
     # ``output_dtype`` is for the output of the model, not of the units inside
-    inner = given.plan(prepare, replace(policy, output_dtype=None), owners)
-    blocks = sum(unit.role in TAKE_TURNS for unit in division.units)
-    root_params: tuple[OwnedParameter, ...] = ()
+    inner = plan._replace(policy=replace(policy, output_dtype=None))
     for unit in division.units:
-        if unit.modules == (model,):
-            root_params = unit.parameters
-            continue
-        spec = shard_parameters(unit.modules, unit.name, unit.parameters, (), inner, unit.role)
-        spec.settings.keeps_after_forward = keeps
-        spec.settings.secondary_ranks = given.secondary_ranks
-        if zero_stage == 1:
-            spec.settings.grad_buffers = blocks
-    root = shard_parameters((model,), "", root_params, division.replicated, given.plan(prepare, policy, owners), "root")
-    root.ignored = given.ignored
-    if zero_stage == 1:
-        root.settings.grad_buffers = blocks
+        if unit.modules != (model,):
+            spec = shard_parameters(unit.modules, unit.parameters, (), inner, unit.role)
+            spec.settings.keeps_after_forward = given.keeps_after_forward
+            spec.settings.secondary_ranks = given.secondary_ranks
+    root_params = next((unit.parameters for unit in division.units if unit.modules == (model,)), ())
+    shard_parameters((model,), root_params, division.replicated, plan, "root").ignored = given.ignored
     for spec in specs_below(model):
         spec.settings.separate_reduce_group = separate_reduce_group
+        if zero_stage == 1:
+            spec.settings.grad_buffers = sum(unit.role in TAKE_TURNS for unit in division.units)
         for module in spec.modules:
             make_sharded(module)
     buffers = place_buffers(model, info.device, param_init_fn)
     if sync_module_states:
         broadcast_values(buffers, mesh)
-    assemble(model)
+    current_state(model)
     if given.compression is not None:
         _warn_of_residuals(plan_of(model), given.compression)
     mark_optimizer_steps()
     patch_torch()
     if synchronizes is not None:
-        join_replicas(model, everywhere[_names_of(everywhere)[0]], synchronizes)
+        join_replicas(model, across_replicas, synchronizes)
     return model
 
 
@@ -454,22 +463,13 @@ def fully_shard(
                 for one in owned
             ]
         check_shardable(owned)
-        check_tensor_parallel(owned, mesh)
-        check_no_hooks(owned)
         if shard_placement_fn is not None:
             for one in owned:
                 _check_placement(one, shard_placement_fn(one.parameter))
         small = [one for one in owned if is_small(one.parameter)]
         large = [one for one in owned if one not in small]
-        owners = assign_owners(
-            Division((UnitSpec("", modules, "block", tuple(large)),), tuple(small)),
-            ownership,
-            given.info.shard_group.size(),
-            alignment=given.collectives.alignment,
-            keeps_unsharded=given.keeps_after_forward,
-            work=_work.setdefault(mesh, Counter()),
-        )
-        given.check_subclasses(owned, owners, is_complete=False)
+        division = Division((UnitSpec("", modules, "block", tuple(large)),), tuple(small))
+        owners = given.owners(division, ownership, is_complete=False, work=_work.setdefault(mesh, Counter()))
     info = given.info
     check_settings(given.settings(mp_policy, ownership), all_groups(mesh), "fully_shard()")
     check_equal(owned, all_groups(mesh), values=False)
@@ -479,19 +479,15 @@ def fully_shard(
             if given.host is None and not one.parameter.is_meta and not isinstance(one.parameter, DTensor):
                 one.parameter.data = one.parameter.data.to(info.device)
 
-    spec = shard_parameters(modules, "", large, small, given.plan(prepare, mp_policy, owners))
+    spec = shard_parameters(modules, large, small, given.plan(prepare, owners))
     spec.settings.keeps_after_forward = given.keeps_after_forward
     spec.settings.secondary_ranks = given.secondary_ranks
     spec.settings.stays_unsharded = None if reshard_after_forward is None else reshard_after_forward is False
     spec.ignored = given.ignored
-    for inner_spec in specs_below(modules[0]):
-        if (state := state_of(inner_spec.modules[0])) is not None:
-            state.outdated = True
+    for inner in specs_below(modules[0]):
+        outdate(inner)
     for each in modules:
-        for inner in each.modules():
-            for key, buffer in inner._buffers.items():
-                if buffer is not None and buffer.device != info.device and not buffer.is_meta:
-                    inner._buffers[key] = buffer.to(info.device)
+        move_buffers(each, info.device)
         make_sharded(each)
     mark_optimizer_steps()
     patch_torch()
@@ -658,8 +654,8 @@ def _check_arguments(
     return _Arguments(info, policy, host, config, collectives, keeps, secondary, frozenset(ignored_params or ()))
 
 
-def _mesh_of_replica(mesh: object, sync: object) -> DeviceMesh:
-    """Return the mesh of this rank's replica, given a mesh (replicate, shard)."""
+def _divided_by_replica(mesh: object, sync: object) -> tuple[DeviceMesh, DeviceMesh]:
+    """Return the mesh across replicas and that of this rank's replica, given a mesh (replicate, shard)."""
     if not isinstance(sync, ReplicaSync):
         raise TypeError(f"sync takes 'overlap', or an object such as yafsdp_cc.replicas.Overlap(), got {sync!r}")
     if not isinstance(mesh, DeviceMesh) or mesh.ndim != 2 or not mesh.mesh_dim_names:
@@ -667,12 +663,8 @@ def _mesh_of_replica(mesh: object, sync: object) -> DeviceMesh:
             f"sync keeps replicas together, and mesh is {mesh}: pass init_device_mesh(..., (replicas, ranks of each), "
             'mesh_dim_names=("replicate", "shard")), or in a run file shard.replicate'
         )
-    return mesh[_names_of(mesh)[1]]
-
-
-def _names_of(mesh: DeviceMesh) -> tuple[str, ...]:
-    assert mesh.mesh_dim_names is not None
-    return mesh.mesh_dim_names
+    across, within = mesh.mesh_dim_names
+    return mesh[across], mesh[within]
 
 
 def _after_forward(reshard: object, mesh: DeviceMesh) -> tuple[bool, int]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from yafsdp_cc.sharding import blocks
+from yafsdp_cc.sharding import units
 from yafsdp_cc.sharding.units import Division, Units, find_units
 
 if TYPE_CHECKING:
@@ -267,7 +267,7 @@ def test_what_hangs_in_two_blocks_belongs_to_their_common_parent() -> None:
 
 @pytest.fixture
 def no_model_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "SMALL_MODEL", 0)
+    monkeypatch.setattr(units, "SMALL_MODEL", 0)
 
 
 def test_a_small_model_without_blocks_is_one_unit() -> None:

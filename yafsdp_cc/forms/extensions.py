@@ -1,6 +1,6 @@
 """Parameters of tensor subclasses in the engine: FSDP2's all-gather extension, and frozen bytes with a class.
 
-Shards are plain tensors (``forms.subclasses``), except for classes around several tensors (``class_shards``); a forward
+Shards are plain tensors (``forms.subclasses``), except for classes around several tensors (``ClassParam``); a forward
 sees a tensor of the subclass around views of the weight buffer. A frozen parameter's bytes lie in a ``FlatParam`` like
 any others (``SubclassParam``). One with an all-gather extension has a ``FlatParam`` to itself, since the extension
 takes whole rows, as many on each rank, and its output fills the weight buffer:
@@ -14,6 +14,14 @@ takes whole rows, as many on each rank, and its output fills the weight buffer:
 
 All inner tensors of the unsharded tensor lie in the weight buffer, so that a refill for the backward restores those
 that autograd has saved.
+
+Each rank's rows of a parameter whose class is around several tensors are a tensor of the class, as in FSDP2, so the
+class's own operations run in an optimizer's update. The extension's methods belong to the class, or were assigned to
+the local tensor after sharding. The gradient is always one plain tensor:
+
+    class around a, b      a | rows 0, 1 | rows 2, 3 | row 4, zeros |      the local tensor of rank 0 is the class
+                           b | rows 0, 1 | rows 2, 3 | row 4, zeros |      around rows 0 and 1 of both
+    gradient, .grad            rows 0, 1 | rows 2, 3 | row 4        |      plain
 """
 
 from __future__ import annotations
@@ -26,9 +34,19 @@ from torch import Tensor, nn
 from torch._prims_common import make_contiguous_strides_for
 
 from yafsdp_cc.engine.layout import Extent, Layout, align
-from yafsdp_cc.engine.param import FlatParam, FSDPParam
+from yafsdp_cc.engine.param import FlatParam, FSDPParam, ShardedGrad, grad_dtype_of
 from yafsdp_cc.engine.protocols import AllGather
-from yafsdp_cc.forms.subclasses import Form, Part, TensorSubclass, as_plain, views_of
+from yafsdp_cc.forms.subclasses import (
+    PART_ALIGNMENT,
+    PLAIN,
+    Form,
+    Part,
+    TensorSubclass,
+    as_plain,
+    nbytes_of,
+    tensors_of,
+    views_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -37,10 +55,6 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     from yafsdp_cc.engine.communicator import Works
-
-_ALIGNMENT = 64
-"""Bytes: in a weight buffer each tensor begins at a multiple of this."""
-
 
 NO_EXTENSION = (
     "and requires a gradient, but its class has no fsdp_pre_all_gather and fsdp_post_all_gather, FSDP2's all-gather "
@@ -136,12 +150,9 @@ def row_layout(shape: Sequence[int], world: int) -> Layout:
 
 
 class ExtensionFlatParam(FlatParam):
-    """One parameter with an all-gather extension.
+    """One parameter with an all-gather extension, in the layout of ``row_layout``.
 
-    Args:
-        extension: arguments for the extension's methods.
-        rest: as of ``FlatParam``; ``layout`` comes from ``row_layout``. ``compute_dtype`` is uint8, since the extension
-            decides what the unsharded weights are.
+    ``compute_dtype`` is uint8, since the extension decides what the unsharded weights are.
     """
 
     made: UnshardedForm
@@ -234,18 +245,18 @@ class ExtensionAllGather(AllGather):
         end = 0
         for tensor in inputs:
             self._inputs.append(Part.of("", end, tensor))
-            end = align(end + world * tensor.nbytes, _ALIGNMENT)
+            end = align(end + world * tensor.nbytes, PART_ALIGNMENT)
         trial = torch.zeros(end, dtype=torch.uint8, device=flat.device)
         made = self._post_all_gather(trial, metadata)
         form, found = self._form_of(made)
         parts = []
         for name, tensor in zip(form.names or ("",), found, strict=True):
             if (part := self._part_within(trial, name, tensor)) is None:
-                part = Part(name, end, tuple(tensor.shape), tensor.contiguous().stride(), tensor.dtype)
-                end = align(end + part.nbytes, _ALIGNMENT)
+                part = Part.of(name, end, tensor.contiguous())
+                end = align(end + part.nbytes, PART_ALIGNMENT)
             parts.append(part)
         # The size is a multiple of the ranks, as a secondary shard may divide it, and has room for a placeholder.
-        nbytes = align(max(end, _ALIGNMENT), _ALIGNMENT * world)
+        nbytes = align(max(end, PART_ALIGNMENT), PART_ALIGNMENT * world)
         flat.made = UnshardedForm(form, tuple(parts), made.size(), made.stride(), nbytes)
 
     def planned_bytes(self) -> int:
@@ -261,9 +272,7 @@ class ExtensionAllGather(AllGather):
     def start(self, output: Tensor, held: int | None, scratch: Tensor | None, async_op: bool) -> Works:
         comm = self.context.comm
         inputs, self._metadata[output.data_ptr()] = self._pre_all_gather()
-        found = [(tuple(tensor.shape), tensor.dtype) for tensor in inputs]
-        if found != [(part.shape, part.dtype) for part in self._inputs]:
-            raise self._changed("fsdp_pre_all_gather", found)
+        self._check_same("fsdp_pre_all_gather", inputs, self._inputs)
         works: list[Any] = []
         self.sent_bytes = self.planned_bytes()
         for part, tensor in zip(self._inputs, inputs, strict=True):
@@ -278,8 +287,7 @@ class ExtensionAllGather(AllGather):
         before = self.flat.made
         made = self._post_all_gather(output, self._metadata.pop(output.data_ptr()))
         form, found = self._form_of(made)
-        if [(tuple(tensor.shape), tensor.dtype) for tensor in found] != [(p.shape, p.dtype) for p in before.parts]:
-            raise self._changed("fsdp_post_all_gather", [(tuple(tensor.shape), tensor.dtype) for tensor in found])
+        self._check_same("fsdp_post_all_gather", found, before.parts)
         for part, tensor in zip(before.parts, found, strict=True):
             if self._part_within(output, part.name, tensor) is None:
                 part.within(output).copy_(tensor)
@@ -296,15 +304,15 @@ class ExtensionAllGather(AllGather):
             )
         return count
 
+    @torch.no_grad()
     def _pre_all_gather(self) -> tuple[Sequence[Tensor], Any]:
         """Return the tensors to gather, contiguous, and the extension's metadata."""
         flat, (_, mesh, module, policy, _) = self.flat, self.flat.extension
         extension = flat.method("fsdp_pre_all_gather")
-        with torch.no_grad():
-            if self._takes_mesh_only:
-                inputs, metadata = extension(mesh)
-            else:
-                inputs, metadata = extension(mesh, flat.shape, self._stride, module, policy)
+        if self._takes_mesh_only:
+            inputs, metadata = extension(mesh)
+        else:
+            inputs, metadata = extension(mesh, flat.shape, self._stride, module, policy)
         return [tensor.contiguous() for tensor in inputs], metadata
 
     @torch.no_grad()
@@ -345,8 +353,72 @@ class ExtensionAllGather(AllGather):
         part = Part.of(name, tensor.data_ptr() - output.data_ptr(), tensor)
         return part if tensor.device == output.device and 0 <= part.offset <= output.nbytes - part.nbytes else None
 
-    def _changed(self, method: str, found: object) -> RuntimeError:
-        return RuntimeError(
-            f"{method} of '{self.flat.name}' gave other tensors than when the buffers were made, {found}: their shapes "
-            "and dtypes must stay"
-        )
+    def _check_same(self, method: str, tensors: Sequence[Tensor], parts: Sequence[Part]) -> None:
+        found = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
+        if found != [(part.shape, part.dtype) for part in parts]:
+            raise RuntimeError(
+                f"{method} of '{self.flat.name}' gave other tensors than when the buffers were made, {found}: their "
+                "shapes and dtypes must stay"
+            )
+
+
+# Local tensors of the class itself ------------------------------------------------------------------------------------
+
+
+class ClassParam(ExtensionParam):
+    """A parameter whose local tensor is of the parameter's tensor subclass."""
+
+    def local_range(self, chunk: Tensor) -> Tensor:
+        if type(chunk) in PLAIN:
+            return super().local_range(chunk)  # ``chunk`` is a plain buffer of gradients
+        return chunk.narrow(0, 0, self.spec.local_shape[0])
+
+
+class ClassFlatParam(ExtensionFlatParam):
+    """One parameter whose shard is of the parameter's tensor subclass, [rows, ...], as many rows on each rank."""
+
+    _versions = 0
+
+    @property
+    def sharded(self) -> Tensor:
+        """The shard; its version rises with those of its inner tensors, which users may write to."""
+        wrapped = (*tensors_of(self._sharded), *tensors_of(self.params[0].local))
+        if (versions := sum(each._version for each in wrapped)) != self._versions:
+            self._versions = versions
+            torch._C._increment_version((self._sharded,))
+        return self._sharded
+
+    @sharded.setter
+    def sharded(self, sharded: Tensor) -> None:
+        self._sharded = sharded
+
+    @property
+    def device_bytes(self) -> int:
+        return super().device_bytes - self.sharded.nbytes + nbytes_of(self.sharded)
+
+    @property
+    def rows(self) -> Tensor:
+        return self.sharded
+
+    def clear_padding(self) -> None:
+        rows = self.params[0].spec.local_shape[0]
+        for each in tensors_of(self.sharded):
+            each.narrow(0, rows, each.size(0) - rows).zero_()
+
+    def method(self, name: str) -> Callable[..., Any]:
+        local = self.params[0].local
+        given = vars(local).get(name)
+        if given is None:
+            found: Callable[..., Any] = getattr(self.sharded, name)
+            return found
+        # An extension on the local tensor would not see the rows that pad the shard, and ranks would gather different
+        # shapes.
+        is_method = inspect.ismethod(given) and given.__self__ is local
+        bound: Callable[..., Any] = given.__func__.__get__(self.sharded) if is_method else given
+        return bound
+
+    def make_sharded_grad(self) -> ShardedGrad:
+        if self.sharded_grad is None:
+            buffer = torch.zeros(self.layout.chunks[self.rank], dtype=grad_dtype_of(self.params), device=self.device)
+            self.sharded_grad = ShardedGrad(buffer, self.params)
+        return self.sharded_grad

@@ -42,7 +42,6 @@ class HostTransfer:
     """Copies that one stream makes, one after the other, and the staging buffer on the device that they pass through.
 
     Args:
-        stream: stream of the copies.
         nbytes: bytes of the largest tensor that passes through the staging buffer.
     """
 
@@ -118,7 +117,7 @@ class HostMemory:
         return cls(policy.pin_memory and device.type != "cpu") if isinstance(policy, CPUOffloadPolicy) else None
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return a new buffer of zeros in host memory."""
+        """Return a new buffer of zeros in host memory, pinned if the policy asks for it."""
         return torch.zeros(numel, dtype=dtype, device="cpu", pin_memory=self.is_pinned)
 
 

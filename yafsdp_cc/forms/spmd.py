@@ -84,7 +84,6 @@ def without_data_parallel(tensor: Tensor, name: str, mesh: DeviceMesh, dims: Col
     """Return a parameter that is placed on all dimensions of ``mesh`` as a DTensor on those that are not data-parallel.
 
     Args:
-        tensor: a DTensor on ``mesh``.
         name: name of the parameter, for errors.
         mesh: mesh of all ranks.
         dims: names of the data-parallel dimensions.

@@ -7,7 +7,7 @@ Three kinds can be sharded:
   dimension 0, trained or not; the extension decides what is gathered (``forms.extensions``).
 * Trained parameters of classes around several tensors, or that cannot be made again from their tensors, and frozen ones
   with the extension. Each rank has a tensor of the class with some of the rows, made by the class's own operations as
-  in FSDP2; the extension of the class, or of the local tensor, decides what is gathered (``forms.class_shards``).
+  in FSDP2; the extension of the class, or of the local tensor, decides what is gathered (``forms.extensions``).
 * Other frozen parameters of any class that is a plain tensor with attributes (bitsandbytes' ``Params4bit``), or that
   lists its tensors in ``__tensor_flatten__`` (torchao's ``NF4Tensor``): their bytes are sharded and gathered unchanged.
 
@@ -27,13 +27,15 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.dlpack import from_dlpack
 
+from yafsdp_cc.engine.layout import align
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 PLAIN = (nn.Parameter, Tensor, FakeTensor)
 """Classes of plain parameters and plain local tensors; ``FakeTensor`` occurs in estimates of memory."""
-_ALIGNMENT = 64
-"""Bytes: among a frozen parameter's bytes each inner tensor begins at a multiple of this."""
+PART_ALIGNMENT = 64
+"""Bytes at multiples of which inner tensors begin in a flat buffer."""
 
 
 class Part(NamedTuple):
@@ -182,14 +184,10 @@ def _tensors_of(value: object, seen: set[int]) -> Iterator[Tensor]:
     seen.add(id(value))
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, dict):
-        for each in value.values():
-            yield from _tensors_of(each, seen)
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _tensors_of(each, seen)
-    elif hasattr(value, "__dict__"):
-        yield from _tensors_of(vars(value), seen)
+        return
+    held = value if isinstance(value, (dict, list, tuple)) else getattr(value, "__dict__", ())
+    for each in held.values() if isinstance(held, dict) else held:
+        yield from _tensors_of(each, seen)
 
 
 def _properties(parameter: nn.Parameter) -> Iterator[tuple[str, Any]]:
@@ -380,8 +378,8 @@ def _bytes_of(name: str, parameter: nn.Parameter, form: Form, parts: list[Tensor
     layout = []
     end = 0
     for attribute, part in zip(form.names, parts, strict=True):
-        layout.append(Part(attribute, end, tuple(part.shape), part.contiguous().stride(), part.dtype))
-        end += -(-layout[-1].nbytes // _ALIGNMENT) * _ALIGNMENT
+        layout.append(Part.of(attribute, end, part.contiguous()))
+        end = align(end + layout[-1].nbytes, PART_ALIGNMENT)
     data = torch.zeros(end, dtype=torch.uint8, device=parts[0].device)
     for place, part in zip(layout, parts, strict=True):
         # frees the memory that the inner tensor had before

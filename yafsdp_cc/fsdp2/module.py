@@ -29,18 +29,23 @@ from torch.nn.parallel import DistributedDataParallel
 from yafsdp_cc.engine.param import Divisor
 from yafsdp_cc.engine.spec import EXACT, SPEC, spec_of, specs_below
 from yafsdp_cc.engine.state import GROUP, STATE
-from yafsdp_cc.forms.class_shards import ClassFlatParam
-from yafsdp_cc.forms.extensions import ExtensionFlatParam, in_class_of
+from yafsdp_cc.forms.extensions import ClassFlatParam, ExtensionFlatParam, in_class_of
 from yafsdp_cc.forms.subclasses import SUBCLASS, subclass_of, tensors_of
 from yafsdp_cc.ranks.mesh import all_gather_single, backend_of
-from yafsdp_cc.sharding.assembly import PARTS, current_state, group_of, hook_parts, state_of
+from yafsdp_cc.sharding.assembly import state_of
 from yafsdp_cc.sharding.checks import TRAINED_IN
-from yafsdp_cc.sharding.hooks import install_hooks, pre_forward_of
+from yafsdp_cc.sharding.hooks import PARTS, current_state, hook_parts, install_hooks, pre_forward_of
+from yafsdp_cc.sharding.materialize import move_buffers
 from yafsdp_cc.tensor.dtensor import FlatDTensor
-from yafsdp_cc.tensor.loading import apply_to_shards, follow_assignments
-from yafsdp_cc.tensor.module_parameters import install_module_parameters, remove_module_parameters
-from yafsdp_cc.tensor.unsharded import register_until_reshard, reshard, reshard_for_state_dicts, unshard_until_reshard
-from yafsdp_cc.tensor.unwritten import makes_empty, mark_unwritten
+from yafsdp_cc.tensor.loading import apply_to_shards, follow_assignments, makes_empty, mark_unwritten
+from yafsdp_cc.tensor.module_parameters import (
+    install_module_parameters,
+    register_until_reshard,
+    remove_module_parameters,
+    reshard,
+    reshard_for_state_dicts,
+    unshard_until_reshard,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -95,12 +100,7 @@ class ShardedModule(FSDPModule, nn.Module):
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
-        """Refuse ``DistributedDataParallel``, whose constructor reads this first: it would train without a word.
-
-        Raises:
-            RuntimeError: it is that constructor that reads.
-            AttributeError: it is somebody else, such as ``inspect.getmembers``.
-        """
+        """Refuse ``DistributedDataParallel``, whose constructor reads this first: it would train without a word."""
         if sys._getframe(1).f_code is not DistributedDataParallel.__init__.__code__:
             raise AttributeError("a sharded module has no _ddp_params_and_buffers_to_ignore")
         raise RuntimeError(
@@ -123,7 +123,8 @@ class ShardedModule(FSDPModule, nn.Module):
         Args:
             async_op: return a handle at once; a forward waits by itself.
         """
-        state, group, spec = current_state(self), group_of(self), spec_of(self)
+        state, spec = current_state(self), spec_of(self)
+        group = state.root_group if self is state.model else self.__dict__.get(GROUP)
         if spec is None:  # modules sharded within this one hold all its parameters: nothing to gather
             return None
         if group is not None:
@@ -411,10 +412,9 @@ class ShardedModule(FSDPModule, nn.Module):
 
     def _change_setting(self, recurse: bool, name: str, value: object) -> None:
         for spec in self._specs(recurse):
-            if getattr(spec.settings, name) == value:
-                continue
-            setattr(spec.settings, name, value)
-            _outdate(spec)
+            if getattr(spec.settings, name) != value:
+                setattr(spec.settings, name, value)
+                outdate(spec)
 
 
 def _specs_of(modules: Sequence[Any]) -> tuple[ParamGroupSpec, ...]:
@@ -427,7 +427,7 @@ def _specs_of(modules: Sequence[Any]) -> tuple[ParamGroupSpec, ...]:
     return tuple(dict.fromkeys(specs))
 
 
-def _outdate(spec: ParamGroupSpec) -> None:
+def outdate(spec: ParamGroupSpec) -> None:
     """Mark the engine of ``spec``, if it has one, to be made anew before the next forward."""
     if (state := state_of(spec.modules[0])) is not None:
         state.outdated = True
@@ -485,7 +485,7 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
     specs = _specs_of(modules)
     for spec in specs[1:]:
         spec.settings.streams = specs[0].settings.streams
-        _outdate(spec)
+        outdate(spec)
 
 
 # Modules become sharded ones, and plain ones again -----------------------------------------------------------------
@@ -505,7 +505,7 @@ def make_sharded(module: nn.Module) -> None:
     registry = module.__dict__.setdefault(REGISTRY_KEY, {})
     registry["fully_shard"] = RegistryItem()
     _undo_later(module, functools.partial(_unregister, module))
-    hooks = install_hooks(module, current_state)
+    hooks = install_hooks(module)
     if (spec := spec_of(module)) is not None and module is spec.modules[0]:
         hooks += [*follow_assignments(spec), *reshard_for_state_dicts(spec)]
         for holder in {holder for param in spec.params for holder, _ in param.sites}:
@@ -607,7 +607,7 @@ def register_forward_method(module: nn.Module, name: str) -> None:
 
     @functools.wraps(method)
     def with_weights(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs, finish = pre_forward_of(module, module, current_state, args, kwargs)
+        args, kwargs, finish = pre_forward_of(module, module, args, kwargs)
         output = None
         try:
             output = method(*args, **kwargs)
@@ -683,7 +683,6 @@ def whole_params_by_group(state: FSDPState, *, everywhere: bool) -> Iterator[tup
     nothing. A collective: iterate to the end, on all ranks.
 
     Args:
-        state: engine of a sharded model.
         everywhere: whether every rank gets the values; else only the first of the mesh does, and others get None.
     """
     info = state.context.info
@@ -834,9 +833,8 @@ def unshard_model(model: Model, *, rank0_only: bool = False, device: torch.devic
     for module in list(model.modules()):
         if isinstance(module, ShardedModule):
             make_plain(module)
-        if device is not None:
-            for name, buffer in module._buffers.items():
-                module._buffers[name] = None if buffer is None else buffer.to(device)
+    if device is not None:
+        move_buffers(model, device)
     state.retire()
     del state
     gc.collect()  # groups and their buffers are reference cycles

@@ -27,8 +27,8 @@ from yafsdp_cc.plan.report import (
     PlannedTraffic,
     PlannedUnit,
 )
+from yafsdp_cc.sharding.collectives import SecondaryAllGather
 from yafsdp_cc.sharding.ownership import newton_schulz_flops
-from yafsdp_cc.sharding.secondary import SecondaryAllGather
 
 
 def plan_for(state: FSDPState) -> Plan:

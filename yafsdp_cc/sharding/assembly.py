@@ -11,11 +11,12 @@ import weakref
 import zlib
 from collections import defaultdict
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.distributed_c10d import _get_default_store
 
 from yafsdp_cc.engine.buffers import Buffer, BufferPool
@@ -25,30 +26,26 @@ from yafsdp_cc.engine.hierarchy import Replicas
 from yafsdp_cc.engine.param import UnshardedParams, unsharded_bytes, unsharded_grad_bytes
 from yafsdp_cc.engine.param_group import GroupContext, ParamGroup
 from yafsdp_cc.engine.replicated import CollectiveFingerprint, ReplicatedParams
-from yafsdp_cc.engine.spec import EXACT, Counters, spec_of, specs_below
+from yafsdp_cc.engine.spec import EXACT, Counters, specs_below
 from yafsdp_cc.engine.state import GROUP, STATE, FSDPState
 from yafsdp_cc.engine.streams import comm_stream
 from yafsdp_cc.forms.extensions import check_local_tensors
 from yafsdp_cc.forms.offload import make_transfers
 from yafsdp_cc.ranks.checks import refused_together
 from yafsdp_cc.ranks.mesh import all_groups, backend_of, group_once, new_group, timeout_of
-from yafsdp_cc.sharding.blocks import is_called
-from yafsdp_cc.sharding.contents import ModelContents
-from yafsdp_cc.sharding.custom_comm import CustomAllGather, CustomReduceScatter
-from yafsdp_cc.sharding.hooks import install_hooks
+from yafsdp_cc.sharding.checks import ModelContents
+from yafsdp_cc.sharding.collectives import CustomAllGather, CustomReduceScatter, SecondaryAllGather
 from yafsdp_cc.sharding.links import probe_links, refused_over_store
-from yafsdp_cc.sharding.meshes import NO_FLAGS, ReplicatedParamsOfMeshes, check_mesh
-from yafsdp_cc.sharding.secondary import SecondaryAllGather
 from yafsdp_cc.sharding.status import describe
 from yafsdp_cc.sharding.units import ROOT, TAKE_TURNS
 from yafsdp_cc.sharding.watch import watch
 from yafsdp_cc.tensor.dtensor import engines, sharded_as
-from yafsdp_cc.tensor.loading import meta_params, take_back
+from yafsdp_cc.tensor.loading import take_back
+from yafsdp_cc.tensor.module_parameters import StayUnsharded
 from yafsdp_cc.tensor.reductions import fingerprints
-from yafsdp_cc.tensor.unsharded import StayUnsharded
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
     from contextlib import AbstractContextManager
 
     from torch import Tensor
@@ -60,38 +57,16 @@ if TYPE_CHECKING:
     from yafsdp_cc.ranks.mesh import MeshInfo
 
 
+NO_FLAGS = (0.0,)
+"""Flags that an all-reduce on a mesh other than the root's carries: one number that nobody reads."""
 ContextsByMesh: TypeAlias = "dict[DeviceMesh, tuple[CommContext, CommContext]]"
 """``CommContext`` of all-gathers and of reduces on each mesh; all meshes share streams and scratch buffers."""
-PARTS = "_yafsdp_cc_parts"
-"""Name of an attribute of sharded modules: handles of the hooks on parts of them that may be called alone."""
 
 
 def state_of(module: nn.Module) -> FSDPState | None:
     """Return the engine that ``module`` belongs to, even an outdated one; None if none was made."""
     state: FSDPState | None = module.__dict__.get(STATE)
     return state
-
-
-def current_state(module: nn.Module) -> FSDPState:
-    """Return the engine that ``module`` belongs to, made now (a collective) if there is none or it is outdated.
-
-    A module without an engine becomes the root, unless it was sharded as a part of another.
-    """
-    state = state_of(module)
-    if state is not None and not (state.outdated and state.may_retire()):
-        return state
-    spec = spec_of(module if state is None else state.model)
-    return assemble(module if spec is None else spec.outermost.modules[0])
-
-
-def group_of(module: nn.Module) -> ParamGroup | None:
-    """Return the group that ``module`` was sharded as; None if it has no parameters of its own, or only replicated
-    ones."""
-    state = current_state(module)
-    if module is state.model:
-        return state.root_group
-    group: ParamGroup | None = module.__dict__.get(GROUP)
-    return group
 
 
 @torch.inference_mode(False)  # buffers made in inference mode could not be written in training
@@ -172,15 +147,40 @@ def _check(model: nn.Module, specs: Sequence[ParamGroupSpec]) -> None:
     for spec in specs:
         if spec.flats:
             spec.collectives.check_group(spec.name, spec.settings.keeps_unsharded or spec.role == "root")
-        check_mesh(spec, specs[-1])
+        _check_mesh(spec, specs[-1])
         for part in spec.parts:
             check_local_tensors(part)
-            if (waiting := next(meta_params(part), None)) is not None:
+            if (waiting := next((param for param in part.params if param.local.is_meta), None)) is not None:
                 waiting.check_unchanged()
                 raise RuntimeError(
                     f"'{waiting.spec.name}' is still on the meta device: call model.to_empty(device=...) and "
                     "initialise the weights, or load them (load_state_dict(..., assign=True)), before the first forward"
                 )
+
+
+def _check_mesh(spec: ParamGroupSpec, root: ParamGroupSpec) -> None:
+    """Raise a ``ValueError`` if the mesh of a unit does not let it run in the forwards of ``root``."""
+    mesh, outer = spec.info.mesh, root.info.mesh
+    if mesh == outer:
+        return
+    what = ""
+    if mesh.device_type != outer.device_type:
+        what = "both take devices of one kind"
+    elif not set(mesh.mesh.flatten().tolist()) <= set(outer.mesh.flatten().tolist()):
+        what = (
+            "the mesh of the root has to have all ranks of the other, for these compare at its end what they have run"
+        )
+    elif _replicas(spec.info) != _replicas(root.info):
+        what = "both take the same replicas: meshes whose first dimension has the same ranks, or two without replicas"
+    elif spec.collectives is not EXACT or root.collectives is not EXACT:
+        what = "a compression takes one mesh for all: leave compression out"
+    if what:
+        raise ValueError(f"'{spec.name}' is sharded across {mesh}, '{root.name}' around it across {outer}: {what}")
+
+
+def _replicas(info: MeshInfo) -> list[int]:
+    group = info.replicate_group
+    return [] if group is None else dist.get_process_group_ranks(group)
 
 
 def _join_collectives(specs: Sequence[ParamGroupSpec]) -> Collectives:
@@ -200,11 +200,8 @@ def _join_collectives(specs: Sequence[ParamGroupSpec]) -> Collectives:
 def _make_context(
     model: nn.Module, specs: Sequence[ParamGroupSpec], retired: Sequence[FSDPState]
 ) -> tuple[GroupContext, Tensor, ContextsByMesh]:
-    """Make communicators and streams.
-
-    Returns:
-        The context that all groups share, the leaf below the root gates, and the contexts of each mesh.
-    """
+    """Make communicators and streams; return the context that all groups share, the leaf below the root gates, and the
+    contexts of each mesh."""
     info, streams = specs[-1].info, specs[-1].settings.streams
     device, separate = info.device, any(spec.settings.separate_reduce_group for spec in specs)
     ranks = info.mesh.mesh.flatten().tolist()
@@ -230,9 +227,7 @@ def _make_context(
         if replicas is None:
             fingerprints[info.shard_group] = fingerprint
     # A backward reaches this leaf below the root gates if and only if it wants the parameters' gradients.
-    with torch.enable_grad():
-        leaf = torch.empty(0, device=device, requires_grad=True)
-        leaf_node: Any = leaf.view_as(leaf).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+    leaf = torch.empty(0, device=device, requires_grad=True)
     contexts = {
         mesh: (
             CommContext(gather, gather_scratch, fingerprint.record),
@@ -247,7 +242,7 @@ def _make_context(
         reduce_stream,
         fingerprint,
         next((old.context.counters for old in retired if old.model is model), Counters()),
-        leaf_node,
+        get_gradient_edge(leaf).node,
     )
     context.describe = partial(describe, context)
     watch(context)
@@ -381,13 +376,11 @@ def _cannot_carry(comm: Communicator, dtype: torch.dtype, error: RuntimeError) -
 
 def _difference(comm: Communicator, name: str, dtype: torch.dtype, found: Tensor, truth: Tensor) -> str:
     wrong = (found != truth).nonzero().view(-1).tolist()
+    if not wrong:
+        return ""
     return (
-        ""
-        if not wrong
-        else (
-            f"a trial {name} of {dtype} over {comm.world} ranks gave {found[wrong[0]].item()} rather than "
-            f"{truth[wrong[0]].item()} in element {wrong[0]}, and {len(wrong)} of {len(truth)} are wrong"
-        )
+        f"a trial {name} of {dtype} over {comm.world} ranks gave {found[wrong[0]].item()} rather than "
+        f"{truth[wrong[0]].item()} in element {wrong[0]}, and {len(wrong)} of {len(truth)} are wrong"
     )
 
 
@@ -478,6 +471,51 @@ def _allocator(members: Sequence[ParamGroup], context: CommContext) -> dist.Proc
     return context.comm.group if registers else None
 
 
+class ReplicatedParamsOfMeshes(ReplicatedParams):
+    """The replicated parameters of a root whose units have several meshes, each reduced over its own.
+
+    Experts may be sharded across fewer ranks than the rest of a model:
+
+        ranks          0   1   2   3
+        mesh of root   a   a   a   a      all parameters but the experts' are sharded across four ranks
+        experts        a   b   a   b      expert parallelism has divided these in two, each half is sharded across two
+
+    Each mesh has communicators of its own; streams, buffers, the order of operations and what ranks exchange at the end
+    of a backward are those of the root, whose mesh has all ranks of the others.
+
+    Args:
+        own: parameters on the root's mesh, whose all-reduce also carries the flags that ranks exchange.
+        others: parameters on other meshes.
+    """
+
+    def __init__(self, own: ReplicatedParams, others: Sequence[ReplicatedParams]) -> None:
+        self._own, self._all = own, (own, *others)
+        self.flats = tuple(flat for each in self._all for flat in each.flats)
+        self.params = tuple(param for each in self._all for param in each.params)
+        self._leaves = tuple(leaf for each in self._all for leaf in each._leaves)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._own.dtype
+
+    def sent_bytes(self) -> int:
+        return sum(each.sent_bytes() for each in self._all)
+
+    @property
+    def device_bytes(self) -> int:
+        return sum(each.device_bytes for each in self._all)
+
+    def all_reduce(self, flags: Sequence[float]) -> Tensor:
+        totals = self._own.all_reduce(flags)
+        for other in self._all[1:]:
+            other.all_reduce(NO_FLAGS)
+        return totals
+
+    def add_to_grads(self) -> None:
+        for each in self._all:
+            each.add_to_grads()
+
+
 def _make_replicated(
     context: GroupContext, specs: Sequence[ParamGroupSpec], contexts: ContextsByMesh
 ) -> ReplicatedParams:
@@ -525,23 +563,3 @@ def _connect(state: FSDPState) -> None:
             module.__dict__[STATE] = state
             module.__dict__[GROUP] = None if module is state.model else by_spec.get(spec)
     state.model.__dict__[STATE] = state
-    hook_parts(state.model)
-
-
-def hook_parts(module: nn.Module) -> None:
-    """Let the parts of ``module`` that are not sharded modules be called outside of its forward.
-
-    The call of a part is then a forward of ``module``: methods of Hugging Face models call their encoder, embedding or
-    vision tower. Only the root and modules with units inside get such hooks: one on each layer of every block is slow.
-    """
-    hooked: dict[nn.Module, list[Any]] = module.__dict__.setdefault(PARTS, {})
-    for part in _parts(module):
-        if part not in hooked and is_called(part) and any(True for _ in part.parameters()):
-            hooked[part] = install_hooks(module, current_state, part)
-
-
-def _parts(module: nn.Module) -> Iterator[nn.Module]:
-    for child in module.children():
-        if spec_of(child) is None:
-            yield child
-            yield from _parts(child)

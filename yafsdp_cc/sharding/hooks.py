@@ -11,26 +11,43 @@ from torch import nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
 from yafsdp_cc.engine.param_group import OF_ENGINE
+from yafsdp_cc.engine.spec import spec_of
 from yafsdp_cc.engine.state import GROUP, STATE
+from yafsdp_cc.sharding.assembly import assemble, state_of
+from yafsdp_cc.sharding.units import is_called
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from yafsdp_cc.engine.param_group import ParamGroup
     from yafsdp_cc.engine.state import FSDPState
 
+PARTS = "_yafsdp_cc_parts"
+"""Name of an attribute of sharded modules: handles of the hooks on parts of them that may be called alone."""
 _functorch_stack = torch._C._functorch.peek_interpreter_stack
 """Function that returns the transforms of ``torch.func`` under way, or None."""
 
 
+def current_state(module: nn.Module) -> FSDPState:
+    """Return the engine that ``module`` belongs to, made now (a collective) if there is none or it is outdated.
+
+    A module without an engine becomes the root, unless it was sharded as a part of another.
+    """
+    state = state_of(module)
+    if state is None or (state.outdated and state.may_retire()):
+        spec = spec_of(module if state is None else state.model)
+        state = assemble(module if spec is None else spec.outermost.modules[0])
+        hook_parts(state.model)
+    return state
+
+
 def pre_forward_of(
-    module: nn.Module, called: nn.Module, assemble: Callable[[nn.Module], FSDPState], args: Any, kwargs: Any
+    module: nn.Module, called: nn.Module, args: Any, kwargs: Any
 ) -> tuple[Any, Any, Callable[[Any], Any]]:
     """Prepare a forward of a sharded module; return its arguments, and the function to run on its output.
 
     Args:
         called: the module itself, or the part of it that was called alone.
-        assemble: makes the engine of a module that has none, or whose engine is outdated.
     """
     if _functorch_stack() is not None:
         raise NotImplementedError(
@@ -39,7 +56,7 @@ def pre_forward_of(
         )
     state: FSDPState | None = module.__dict__.get(STATE)
     if state is None or state.outdated:
-        state = assemble(module)
+        state = current_state(module)
     group: ParamGroup | None = module.__dict__.get(GROUP)
     try:
         if group is None:
@@ -51,9 +68,7 @@ def pre_forward_of(
         raise
 
 
-def install_hooks(
-    module: nn.Module, assemble: Callable[[nn.Module], FSDPState], part: nn.Module | None = None
-) -> list[Any]:
+def install_hooks(module: nn.Module, part: nn.Module | None = None) -> list[Any]:
     """Run ``pre_forward_of`` around every forward of ``module``, or around those of a ``part`` of it that is called
     from outside of a forward of ``module``; return the handles of the hooks."""
     hooked = module if part is None else part
@@ -61,7 +76,7 @@ def install_hooks(
     def pre_forward(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         finish = None
         if part is None or not _shows_weights(module):
-            args, kwargs, finish = pre_forward_of(module, hooked, assemble, args, kwargs)
+            args, kwargs, finish = pre_forward_of(module, hooked, args, kwargs)
         module.__dict__[STATE].entered.setdefault(hooked, []).append(finish)
         return args, kwargs
 
@@ -80,6 +95,25 @@ def install_hooks(
         hooked.register_forward_pre_hook(_uncompiled(pre_forward, part is not None), prepend=True, with_kwargs=True),
         hooked.register_forward_hook(_uncompiled(post_forward, part is not None), always_call=True),
     ]
+
+
+def hook_parts(module: nn.Module) -> None:
+    """Let the parts of ``module`` that are not sharded modules be called outside of its forward.
+
+    The call of a part is then a forward of ``module``: methods of Hugging Face models call their encoder, embedding or
+    vision tower. Only the root and modules with units inside get such hooks: one on each layer of every block is slow.
+    """
+    hooked: dict[nn.Module, list[Any]] = module.__dict__.setdefault(PARTS, {})
+    for part in _parts(module):
+        if part not in hooked and is_called(part) and any(True for _ in part.parameters()):
+            hooked[part] = install_hooks(module, part)
+
+
+def _parts(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        if spec_of(child) is None:
+            yield child
+            yield from _parts(child)
 
 
 def _shows_weights(module: nn.Module) -> bool:

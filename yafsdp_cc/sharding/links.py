@@ -69,7 +69,6 @@ def refused_over_store(store: Store, key: str, rank: int, world: int) -> Iterato
     """Raise on every rank what one rank raises within the block, like ``refused_together``, but without collectives.
 
     Args:
-        store: store of all ranks.
         key: name of what is done within, the same on the ``world`` ranks that take part and used by no others.
         rank: this rank's number among those that use the store.
         world: how many ranks take part.

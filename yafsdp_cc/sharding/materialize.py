@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from yafsdp_cc.forms.subclasses import empty_like, leave_meta
-from yafsdp_cc.tensor.unwritten import mark_unwritten
+from yafsdp_cc.tensor.loading import mark_unwritten
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from yafsdp_cc.sharding.parameters import OwnedParameter
+    from yafsdp_cc.sharding.units import OwnedParameter
 
 
 @torch.no_grad()
@@ -59,10 +59,16 @@ def place_buffers(
         names = [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
         if names:
             _fill(module, f"{path}.{names[0]}" if path else names[0], path, model, device, initialize)
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.device != device:
-                module._buffers[name] = buffer.to(device)
+    move_buffers(model, device)
     return list(model.buffers())
+
+
+def move_buffers(model: nn.Module, device: torch.device | str) -> None:
+    """Move the buffers of ``model`` to ``device``, those on the meta device aside."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and not buffer.is_meta:
+                module._buffers[name] = buffer.to(device)
 
 
 def _fill(

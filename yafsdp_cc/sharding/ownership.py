@@ -24,19 +24,18 @@ from collections.abc import Collection
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from itertools import accumulate
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from yafsdp_cc.sharding.parameters import present
+from yafsdp_cc.sharding.units import present
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
-    from yafsdp_cc.sharding.parameters import OwnedParameter
-    from yafsdp_cc.sharding.units import Division, UnitSpec
+    from yafsdp_cc.sharding.units import Division, OwnedParameter
 
 Ownership = Literal["flat", "matrix"] | Collection[str]
 """``"flat"``, ``"matrix"``, or ``*`` patterns of parameter names."""
@@ -44,6 +43,10 @@ Ownership = Literal["flat", "matrix"] | Collection[str]
 FLAT, MATRIX = "flat", "matrix"
 _DIMENSIONS = (2, 3)
 """Dimensions of a matrix, and of a stack of matrices such as the weights of experts."""
+
+
+Parts: TypeAlias = "dict[OwnedParameter, int]"
+"""A unit's parameters that consist of matrices, each with the number of equal parts that it may be divided into."""
 
 
 class MatrixOwners(NamedTuple):
@@ -103,9 +106,9 @@ def assign_owners(
     else:
         chosen = _named(division, ownership)
     owners = dict.fromkeys((each for each in division.replicated if each in chosen), MatrixOwners((0,)))
-    members = [_Members(unit, chosen, alignment) for unit in division.units]
+    parts = [{each: _parts(each, alignment) for each in unit.parameters if each in chosen} for unit in division.units]
     given: Counter[int] = Counter() if work is None else work
-    return owners | _balanced([each for each in members if each.parts], world, keeps_unsharded, given)
+    return owners | _balanced([each for each in parts if each], world, keeps_unsharded, given)
 
 
 def _matrices_of_blocks(division: Division) -> set[OwnedParameter]:
@@ -119,7 +122,7 @@ def _matrices_of_blocks(division: Division) -> set[OwnedParameter]:
     }
     chosen = {
         each
-        for each in _all(division)
+        for each in division.parameters
         if each.parameter.ndim in _DIMENSIONS and all(module in inside for module, _ in each.sites)
     }
     if not chosen:
@@ -134,9 +137,9 @@ def _matrices_of_blocks(division: Division) -> set[OwnedParameter]:
 def _named(division: Division, patterns: Collection[str]) -> set[OwnedParameter]:
     chosen: set[OwnedParameter] = set()
     for pattern in patterns:
-        found = [each for each in _all(division) if fnmatchcase(each.name, pattern)]
+        found = [each for each in division.parameters if fnmatchcase(each.name, pattern)]
         if not found:
-            near = get_close_matches(pattern, [each.name for each in _all(division)], n=1)
+            near = get_close_matches(pattern, [each.name for each in division.parameters], n=1)
             raise ValueError(
                 f"ownership names {pattern!r}, which fits no parameter of the model"
                 + (f": did you mean {near[0]!r}?" if near else "")
@@ -151,35 +154,8 @@ def _named(division: Division, patterns: Collection[str]) -> set[OwnedParameter]
     return chosen
 
 
-def _all(division: Division) -> Iterator[OwnedParameter]:
-    for unit in division.units:
-        yield from unit.parameters
-    yield from division.replicated
-
-
-class _Members:
-    """The parameters of a unit that consist of matrices.
-
-    Args:
-        unit: the unit.
-        chosen: parameters that consist of matrices.
-        alignment: elements that shards begin at multiples of.
-    """
-
-    def __init__(self, unit: UnitSpec, chosen: Collection[OwnedParameter], alignment: int) -> None:
-        self.parts = {each: _parts(each, alignment) for each in unit.parameters if each in chosen}
-        """Number of equal parts that each parameter may be divided into."""
-        self.elements: Counter[int] = Counter()
-        """Elements that each rank owns of this unit."""
-
-    def falls_short_of(self, world: int) -> bool:
-        """Return whether the unit has fewer matrices than ranks, none of them divided by tensor parallelism."""
-        matrices = sum(math.prod(each.parameter.shape[:-2]) for each in self.parts)
-        return matrices < world and all(present(each.parameter) is each.parameter for each in self.parts)
-
-
 def _balanced(
-    members: Sequence[_Members], world: int, keeps_unsharded: bool, work: Counter[int]
+    units: Sequence[Parts], world: int, keeps_unsharded: bool, work: Counter[int]
 ) -> dict[OwnedParameter, MatrixOwners]:
     """Assign each matrix, those with most operations first, to the rank with the least work so far.
 
@@ -187,25 +163,25 @@ def _balanced(
     Units in which a stack is divided come last, and even out what the others have left.
     """
     elements: Counter[int] = Counter()
-    singles: list[tuple[_Members, OwnedParameter, int]] = []
+    singles: list[tuple[Counter[int], OwnedParameter, int]] = []
     ranks: dict[OwnedParameter, list[int]] = defaultdict(list)
     assembled: set[OwnedParameter] = set()
-    divided: list[_Members] = []
-    for unit in members:
-        if not keeps_unsharded and unit.falls_short_of(world):
-            assembled |= unit.parts.keys()
-            counts = {each: math.prod(each.parameter.shape[:-2]) for each in unit.parts}
-        else:
-            counts = unit.parts
-        if unit.parts.keys() <= assembled or max(counts.values()) == 1:
-            singles += [(unit, each, count) for each, count in counts.items() for _ in range(count)]
-        else:
+    divided: list[Parts] = []
+    for unit in units:
+        counts = unit
+        if not keeps_unsharded and _falls_short_of(world, unit):
+            assembled |= unit.keys()
+            counts = {each: math.prod(each.parameter.shape[:-2]) for each in unit}
+        elif max(unit.values()) > 1:
             divided.append(unit)
-    for unit, each, count in sorted(singles, key=lambda single: -(_flops(single[1]) // single[2])):
-        rank = min(range(world), key=lambda rank: (work[rank], unit.elements[rank], elements[rank], rank))
+            continue
+        of_unit: Counter[int] = Counter()
+        singles += [(of_unit, each, count) for each, count in counts.items() for _ in range(count)]
+    for of_unit, each, count in sorted(singles, key=lambda single: -(_flops(single[1]) // single[2])):
+        rank = min(range(world), key=lambda rank: (work[rank], of_unit[rank], elements[rank], rank))
         ranks[each].append(rank)
         work[rank] += _flops(each) // count
-        for counted in (unit.elements, elements):
+        for counted in (of_unit, elements):
             counted[rank] += each.parameter.numel() // count
     owners = {each: MatrixOwners(tuple(sorted(found)), each in assembled) for each, found in ranks.items()}
     for unit in divided:
@@ -213,18 +189,24 @@ def _balanced(
     return owners
 
 
-def _in_order(unit: _Members, work: Counter[int], world: int) -> dict[OwnedParameter, MatrixOwners]:
+def _falls_short_of(world: int, unit: Parts) -> bool:
+    """Return whether a unit has fewer matrices than ranks, none of them divided by tensor parallelism."""
+    matrices = sum(math.prod(each.parameter.shape[:-2]) for each in unit)
+    return matrices < world and all(present(each.parameter) is each.parameter for each in unit)
+
+
+def _in_order(unit: Parts, work: Counter[int], world: int) -> dict[OwnedParameter, MatrixOwners]:
     """Assign the parts of a unit to ranks in order, to each as many as it lacks of an equal share of the work so
     far."""
-    of_each = {each: _flops(each) // parts for each, parts in unit.parts.items()}
+    of_each = {each: _flops(each) // parts for each, parts in unit.items()}
     if not any(of_each.values()):  # all parameters are frozen: assign equally many elements
-        of_each = {each: each.parameter.numel() // parts for each, parts in unit.parts.items()}
-    total = sum(of_each[each] * parts for each, parts in unit.parts.items())
+        of_each = {each: each.parameter.numel() // parts for each, parts in unit.items()}
+    total = sum(of_each[each] * parts for each, parts in unit.items())
     share = (sum(work.values()) + total) / world
     lacking = [max(share - work[rank], 0.0) for rank in range(world)]
     ends = [total * end / (sum(lacking) or 1) for end in accumulate(lacking)]
     owners, done = {}, 0
-    for each, parts in unit.parts.items():
+    for each, parts in unit.items():
         ranks = []
         for _ in range(parts):
             rank = min(bisect_right(ends, done + of_each[each] / 2), world - 1)

@@ -17,8 +17,9 @@ from yafsdp_cc.engine.layout import VECTOR, Layout, RowShardSpec, ShardSpec, Ten
 from yafsdp_cc.engine.param import Divisor, FlatParam, FSDPParam
 from yafsdp_cc.engine.replicated import ReplicatedFlatParam
 from yafsdp_cc.engine.spec import SPEC, ParamGroupSpec, specs_below
-from yafsdp_cc.forms.class_shards import ClassFlatParam, ClassParam
 from yafsdp_cc.forms.extensions import (
+    ClassFlatParam,
+    ClassParam,
     Extension,
     ExtensionFlatParam,
     ExtensionParam,
@@ -28,12 +29,7 @@ from yafsdp_cc.forms.extensions import (
 )
 from yafsdp_cc.forms.offload import HostFlatParam, HostReplicatedFlatParam
 from yafsdp_cc.forms.subclasses import subclass_of, tensors_of
-from yafsdp_cc.tensor.dtensor import (
-    flat_dtensor,
-    follow_optimizers,
-    mark_replaced,
-    take_grads_of_autograd,
-)
+from yafsdp_cc.tensor.dtensor import flat_dtensor, follow_optimizers, mark_replaced, take_grads_of_autograd
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -46,7 +42,7 @@ if TYPE_CHECKING:
     from yafsdp_cc.forms.offload import HostMemory
     from yafsdp_cc.ranks.mesh import MeshInfo
     from yafsdp_cc.sharding.ownership import MatrixOwners
-    from yafsdp_cc.sharding.parameters import OwnedParameter
+    from yafsdp_cc.sharding.units import OwnedParameter
 
 Part = TypeVar("Part", bound=FlatParam)
 
@@ -75,7 +71,6 @@ class ShardingPlan(NamedTuple):
 
 def shard_parameters(
     modules: tuple[nn.Module, ...],
-    name: str,
     sharded: Sequence[OwnedParameter],
     replicated: Sequence[OwnedParameter],
     plan: ShardingPlan,
@@ -85,10 +80,8 @@ def shard_parameters(
 
     Args:
         modules: modules whose forwards use the parameters.
-        name: name of the first module.
         sharded: parameters to shard.
         replicated: parameters that each rank holds whole.
-        plan: settings and owners.
         role: role of the group; None if it is known only once the whole model is.
     """
     host = plan.host
@@ -96,7 +89,7 @@ def shard_parameters(
     make_replicated = ReplicatedFlatParam if host is None else partial(HostReplicatedFlatParam, host)
     flats = _flat_params(sharded, plan, make_sharded, replicates=False)
     whole = _flat_params(replicated, plan, make_replicated, replicates=True)
-    spec = ParamGroupSpec(name, modules, plan.info, plan.policy, flats, whole, plan.collectives, role)
+    spec = ParamGroupSpec("", modules, plan.info, plan.policy, flats, whole, plan.collectives, role)
     for module in modules:
         for inner in specs_below(module):
             if inner.outer is None and inner is not spec:

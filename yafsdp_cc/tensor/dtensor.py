@@ -20,7 +20,7 @@ import copy
 import functools
 import logging
 import math
-import sys
+import traceback
 import weakref
 from bisect import bisect_left
 from dataclasses import replace
@@ -34,12 +34,8 @@ from torch._prims_common import infer_size, make_contiguous_strides_for
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.optim.optimizer import (
-    Optimizer,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
-from torch.utils._pytree import tree_map_only
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from yafsdp_cc.engine.layout import RowShardSpec, TensorParallel
 from yafsdp_cc.engine.param import owner_of
@@ -60,7 +56,7 @@ from yafsdp_cc.tensor.reductions import Across, LazyReduction, Reduction, Summan
 from yafsdp_cc.tensor.rows import are_rows, first_rows, flat_range_of, is_by_rows, is_flat_range, rows_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
@@ -180,17 +176,16 @@ class FlatDTensor(SavedInChunks, DTensor, metaclass=_EqualsDTensor):
             "full_tensor()", () if spec.bounds is None else (shard_group(spec.mesh),), spec.mesh
         )
         _follow_reduces()
-        whole = local.clone() if spec.bounds is None else self._all_gather(spec.bounds)
+        if spec.bounds is None:
+            whole = local.clone()
+        elif type(local) in PLAIN:
+            widths = [stop - start for start, stop in pairwise(spec.bounds)]
+            whole = _all_gather_ranges(local, widths, spec.shape, spec.mesh)
+        else:
+            whole = _all_gather_class(local, spec)
         if spec.tensor_parallel is not None:
             whole = spec.tensor_parallel.wrap_unsharded(to_mesh_device(whole, spec.mesh)).full_tensor()
         return whole.to(self.device)
-
-    def _all_gather(self, bounds: tuple[int, ...]) -> torch.Tensor:
-        """Return the unsharded tensor, a new one of ``shard_spec.shape`` on the mesh's device. A collective."""
-        spec, local = self.shard_spec, self._local_tensor
-        if type(local) not in PLAIN:
-            return gather_class(local, spec)
-        return all_gather_ranges(local, [stop - start for start, stop in pairwise(bounds)], spec.shape, spec.mesh)
 
     def redistribute(
         self, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None, **options: Any
@@ -270,7 +265,7 @@ class FlatDTensor(SavedInChunks, DTensor, metaclass=_EqualsDTensor):
         return _wrap(inner_tensors["_local_tensor"], *flatten_spec)
 
 
-def all_gather_ranges(
+def _all_gather_ranges(
     local: torch.Tensor, widths: Sequence[int], shape: Sequence[int], mesh: DeviceMesh
 ) -> torch.Tensor:
     """Return a new tensor of ``shape`` on the device of ``mesh``; ranks send ``widths`` elements each."""
@@ -288,13 +283,13 @@ def all_gather_ranges(
     return whole  # users could not write to a view returned by an autograd function
 
 
-def gather_class(local: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
-    """Return the whole tensor, of the class of ``local``, given this rank's rows. A collective."""
+def _all_gather_class(local: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
+    """Return the whole tensor, of the class of ``local``, given this rank's rows."""
     first = first_rows(spec.shape[0], len(spec.bounds or ()) - 1)
     whole = local.new_zeros(spec.shape)
     for part, own in zip(tensors_of(whole), tensors_of(local), strict=True):
         widths = [(stop - start) * math.prod(part.shape[1:]) for start, stop in pairwise(first)]
-        part.copy_(all_gather_ranges(own.contiguous(), widths, part.shape, spec.mesh))
+        part.copy_(_all_gather_ranges(own.contiguous(), widths, part.shape, spec.mesh))
     return whole
 
 
@@ -512,9 +507,7 @@ def _instead(spec: ShardSpec) -> str:
 
 def _called_alone(owner: FSDPParam) -> str:
     """Return the name of the module that holds the parameter if a call of that module is on the stack; else ""."""
-    frame = sys._getframe()
-    while (above := frame.f_back) is not None:
-        frame = above
+    for frame, _ in traceback.walk_stack(None):
         if frame.f_code is torch.nn.Module._call_impl.__code__:
             module = frame.f_locals.get("self")
             if any(module is holder for holder, _ in owner.sites):
@@ -528,7 +521,7 @@ def _refuse(func: Any, spec: ShardSpec, what: str = "", instead: str = "", also:
 
 
 def _refused(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    specs = list(_specs_in((*args, *kwargs.values())))
+    specs = _specs_in((args, kwargs))
     if _is_derivative(func) and all(x.bounds is None and not x.shape for x in specs):
         # a model's number, such as a temperature, was multiplied by a plain loss: this is the derivative of the product
         args, kwargs = tree_map_only(FlatDTensor, lambda number: number._local_tensor, (args, kwargs))
@@ -539,13 +532,9 @@ def _refused(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     _refuse(func, spec)
 
 
-def _specs_in(values: Iterable[Any]) -> Iterator[ShardSpec]:
-    """Yield the specs of all FlatDTensors among arguments, in lists, too."""
-    for value in values:
-        if isinstance(value, FlatDTensor):
-            yield value.shard_spec
-        elif isinstance(value, (list, tuple)):
-            yield from _specs_in(value)
+def _specs_in(arguments: Any) -> list[ShardSpec]:
+    """Return the specs of all FlatDTensors among arguments, in lists, too."""
+    return [each.shard_spec for each in tree_leaves(arguments) if isinstance(each, FlatDTensor)]
 
 
 def _operand(func: Any, spec: ShardSpec | None, value: Any) -> Any:
@@ -624,17 +613,9 @@ def _on_locals(func: Any, spec: ShardSpec | None, args: tuple[Any, ...], kwargs:
     return func._op(*locals_, **named)
 
 
-def _in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Handle an element-wise operation in place."""
-    target = args[0]
-    _on_locals(func, target.shard_spec if type(target) is FlatDTensor else None, args, kwargs)
-    increment_version((target._local_tensor,))
-    return target
-
-
-def _out_of_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Handle an element-wise operation that returns new tensors or writes to ``out``."""
-    outs = tuple(kwargs[name] for name in _written(func).values())
+def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Handle an element-wise operation that works in place, writes to ``out`` or returns new tensors."""
+    outs = tuple(args[i] if i < len(args) else kwargs[name] for i, name in _written(func).items())
     if outs:
         _on_locals(func, outs[0].shard_spec if all(type(x) is FlatDTensor for x in outs) else None, args, kwargs)
         increment_version([x._local_tensor for x in outs])
@@ -716,17 +697,12 @@ def _draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatDTens
         increment_version((local,))
     else:
         flat = _wrap(drawn.clone(), spec)
-    _same_where_replicated(flat)
-    return flat
-
-
-def _same_where_replicated(flat: FlatDTensor) -> None:
-    """Give all ranks that hold the same elements the first such rank's values: their seeds may differ."""
-    local, spec = flat._local_tensor, flat.shard_spec
-    for part in tensors_of(local):
+    # all ranks that hold the same elements take those of the first such rank: their seeds may differ
+    for part in tensors_of(flat._local_tensor):
         broadcast_from_first(part, spec.mesh, replicas_only=spec.bounds is not None)
     if spec.tensor_parallel is not None:
-        spec.tensor_parallel.broadcast_first(local)
+        spec.tensor_parallel.broadcast_first(flat._local_tensor)
+    return flat
 
 
 def _of_own_shape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatDTensor:
@@ -750,7 +726,7 @@ def _assign_where(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> F
     target, indices, value, *_ = args
     mask = indices[0] if len(indices) == 1 else None
     if type(target) is not FlatDTensor or type(mask) is not FlatDTensor or mask.dtype != torch.bool:
-        _refuse(func, next(_specs_in(args)))
+        _refuse(func, _specs_in(args)[0])
     value = _operand(func, target.shard_spec, value)
     target.masked_fill_(mask, value.to(target.device).reshape(()))
     return target
@@ -759,7 +735,7 @@ def _assign_where(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> F
 def _concatenate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     """Handle ``parameters_to_vector``: gather whole tensors and concatenate them."""
     if any(x.dim() != 1 for x in args[0]):
-        _refuse(func, next(_specs_in(args)))
+        _refuse(func, _specs_in(args)[0])
     result: torch.Tensor = func([x._full() if isinstance(x, FlatDTensor) else x for x in args[0]], *args[1:], **kwargs)
     return result
 
@@ -793,11 +769,11 @@ def _loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     reduction, given["reduction"] = given["reduction"], 0  # 0 is reduction="none"
     elements = given["self"]
     if "grad_output" not in given:
-        lost = _out_of_place(func, tuple(given.values()), {})
+        lost = _elementwise(func, tuple(given.values()), {})
         return lost if reduction == 0 else lost.mean() if reduction == 1 else lost.sum()
     if reduction == 1:
         given["grad_output"] = given["grad_output"] / elements.numel()
-    return _out_of_place(func, tuple(given.values()), {})
+    return _elementwise(func, tuple(given.values()), {})
 
 
 def _reduce(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -838,7 +814,7 @@ _EXTREMES: dict[Any, tuple[Any, Reduction, torch.dtype | None]] = {
 def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Handle ``equal`` and ``allclose`` of tensors sharded alike; all ranks get the same answer by one all-reduce."""
     first, second, *rest = args
-    spec = next(_specs_in(args))
+    spec = _specs_in(args)[0]
     if func is aten.equal.default and first.shape != second.shape:
         return False
     ours = func(_operand(func, spec, first), _operand(func, spec, second), *rest, **kwargs)
@@ -857,7 +833,7 @@ def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Handle GradScaler's check: an infinity on one rank is found on all ranks, so that all skip the step."""
     tensors, found_inf, inverse_scale = args
     locals_ = [x._local_tensor if type(x) is FlatDTensor else x for x in tensors]
-    specs = list(_specs_in(tensors))
+    specs = _specs_in(tensors)
     for kind in {spec.mesh.device_type for spec in specs} - {found_inf.device.type}:
         # gradients are in host memory: wait for the copies of GradScaler's two numbers there
         torch.get_device_module(kind).synchronize()
@@ -912,9 +888,7 @@ def _handler_of(func: Any) -> Callable[..., Any]:
     is_elementwise = base in _ELEMENTWISE or any(torch.Tag.pointwise in form.tags for form in forms)
     if not is_elementwise or torch.Tag.nondeterministic_seeded in func.tags:
         return _refused
-    if name.startswith(("_foreach_", "_fused_")):
-        return _foreach
-    return _in_place if 0 in _written(func) else _out_of_place
+    return _foreach if name.startswith(("_foreach_", "_fused_")) else _elementwise
 
 
 # Parameters that were replaced by sharded ones ---------------------------------------------------------------------
@@ -944,11 +918,7 @@ class UnshardedWeight(torch.Tensor):
 
     @data.setter
     def data(self, _: torch.Tensor) -> None:
-        """Refuse: what is assigned would be lost with the gathered weight.
-
-        Raises:
-            RuntimeError: always.
-        """
+        """Refuse: what is assigned would be lost with the gathered weight."""
         spec: ShardSpec = self.__dict__[_UNSHARDED_OF]
         raise RuntimeError(
             f"'{spec.name}' shows its gathered weights until the backward or reshard(): what is assigned to its .data "

@@ -66,12 +66,7 @@ def is_flat_range(tensor: DTensor, spec: ShardSpec) -> bool:
 
 
 def rows_of(local: torch.Tensor, spec: ShardSpec) -> DTensor:
-    """Return the tensor divided by rows, given this rank's flat range. A collective.
-
-    Args:
-        local: this rank's range, sharded by ``spec``, any dtype.
-        spec: a spec with bounds.
-    """
+    """Return the tensor divided by rows, given this rank's flat range by a ``spec`` with bounds. A collective."""
     assert spec.bounds is not None
     group, source = shard_group(spec.mesh), to_mesh_device(local, spec.mesh)
     first = first_rows(spec.shape[0], group.size())
@@ -91,11 +86,10 @@ def rows_of(local: torch.Tensor, spec: ShardSpec) -> DTensor:
 
 
 def flat_range_of(tensor: DTensor, spec: ShardSpec, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Return this rank's flat range, sharded by ``spec``, of a tensor that ``is_by_rows``. A collective.
+    """Return this rank's flat range, by a ``spec`` with bounds, of a tensor that ``is_by_rows``. A collective.
 
     Args:
         tensor: on ``spec.mesh``, of ``spec.shape``; the same on all replicas.
-        spec: a spec with bounds.
         out: tensor to write to, on the mesh's device, of ``spec.local_shape``, in the dtype of ``tensor``. None: a new
             one.
     """

@@ -27,7 +27,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from yafsdp_cc import api
 from yafsdp_cc.config import RUN
 from yafsdp_cc.optim import OneBitAdam
-from yafsdp_cc.sharding.assembly import current_state, state_of
+from yafsdp_cc.sharding.assembly import state_of
+from yafsdp_cc.sharding.hooks import current_state
 from yafsdp_cc.tools.cli.capture import Recording, synchronize
 from yafsdp_cc.tools.metrics import peak_memory
 from yafsdp_cc.tools.netlab.links import UNSHAPED, Links
