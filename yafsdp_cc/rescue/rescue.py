@@ -10,6 +10,7 @@ vanishes, the others have every file. The next snapshot is written over the one 
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import random
@@ -23,7 +24,7 @@ import zlib
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -394,8 +395,8 @@ class _FilesInPlace(FileSystem):
     """
 
     @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[IO[Any]]:
-        with open(path, "r+b" if mode == "wb" and os.path.exists(path) else mode) as stream:
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        with open(path, "r+b") if os.path.exists(path) else open(path, "wb") as stream:
             yield stream
 
 
