@@ -10,6 +10,7 @@ Phases are found from buffers and handles, when somebody asks; nothing keeps the
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,34 +21,57 @@ if TYPE_CHECKING:
     from yafsdp_cc.engine.streams import CommHandle
 
 
-def _weights_of(group: ParamGroup) -> str:
-    """Return the phase of the group's weights; "" if they are only sharded."""
+class Weights(Enum):
+    """Where the weights of a group are."""
+
+    SHARDED = "sharded"
+    GATHERING = "being gathered"
+    """The all-gather was issued, and nobody has waited for it."""
+    UNSHARDED = "unsharded"
+    """Gathered, and used by nobody: another group may take the buffer."""
+    IN_USE = "in use"
+    HELD = "held by unshard()"
+
+
+class Grads(Enum):
+    """Where the gradients of a group are, before they are in ``.grad``."""
+
+    NONE = "none"
+    WRITTEN = "being written"
+    KEPT = "kept for a later reduce"
+    DEFERRED = "taken in by the next reduce"
+    REDUCING = "being reduced"
+    """The reduce was issued in a backward whose last wait has not come: its sum may be in ``.grad``, or not."""
+
+
+def weights_of(group: ParamGroup) -> Weights:
+    """Return the phase of the group's weights."""
     if group.held is not None:
-        return "held by unshard()"
+        return Weights.HELD
     buffer = group.unsharded.buffer
     if not group.flats or not group.is_in(buffer):
-        return ""
-    if buffer.handle.pending:  # nobody has waited for the all-gather
-        return "being gathered"
-    return "in use" if buffer.users else "unsharded"
+        return Weights.SHARDED
+    if buffer.handle.pending:
+        return Weights.GATHERING
+    return Weights.IN_USE if buffer.users else Weights.UNSHARDED
 
 
-def _grads_of(group: ParamGroup) -> str:
-    """Return the phase of the group's gradients before they are in ``.grad``; "" if there are none."""
+def grads_of(group: ParamGroup) -> Grads:
+    """Return the phase of the group's gradients."""
     if group.grads is not None:
-        return "being written" if group.accepts_in is not None else "kept for a later reduce"
+        return Grads.WRITTEN if group.accepts_in is not None else Grads.KEPT
     if group.deferred:
-        return "taken in by the next reduce"
+        return Grads.DEFERRED
     reduced = {flat for flat, _ in group.context.reduced}
-    # until the backward has waited for all reduces: the sum may be in ``.grad`` already, or not
     is_issued = group.context.last_reduce is not None and not reduced.isdisjoint(group.flats)
-    return "being reduced" if is_issued else ""
+    return Grads.REDUCING if is_issued else Grads.NONE
 
 
 def describe(context: GroupContext, waited: CommHandle | None = None) -> str:
     """Return what a rank is doing, and the phases of the groups that are not at rest, as lines.
 
     Args:
+        context: context of the groups.
         waited: the operation that the rank was waiting for; None: it is waiting for none.
     """
     doing = "in a forward" if context.in_forward else "between forwards and backwards"
@@ -58,13 +82,14 @@ def describe(context: GroupContext, waited: CommHandle | None = None) -> str:
         doing += f", waiting for the operation {next(found, 'on an overflow buffer')}"
     lines = []
     for group in context.groups:
+        weights, grads = weights_of(group), grads_of(group)
         parts = []
-        if weights := _weights_of(group):
+        if weights is not Weights.SHARDED:
             buffer = (group.held or group.unsharded).buffer
-            parts.append(f"weights {weights} ({places.get(buffer, 'an overflow buffer')})")
-        if grads := _grads_of(group):
+            parts.append(f"weights {weights.value} ({places.get(buffer, 'an overflow buffer')})")
+        if grads is not Grads.NONE:
             where = "" if group.grads is None else f" ({places.get(group.grads.buffer, 'an overflow buffer')})"
-            parts.append(f"gradients {grads}{where}")
+            parts.append(f"gradients {grads.value}{where}")
         if parts:
             lines.append(f"  {group.name}: {', '.join(parts)}")
     if resting := len(context.groups) - len(lines):
