@@ -13,7 +13,7 @@ from yafsdp_cc.optim.update import Row, Rule, adam_settings, update
 from yafsdp_cc.tensor.dtensor import increment_version
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor
     from torch.optim.optimizer import ParamsT
@@ -115,9 +115,7 @@ class OneBitAdam(OneBitOptimizer):
             self.state[parameter]["variance_step"] += 1
 
     def _update_exactly(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
-        if not parameters:
-            return
-        rows, late = [], []
+        current, late = [], []
         for parameter in parameters:
             state = self.state[parameter]
             # an exact sum long after the warm-up: the second moment is older than the parameter's steps
@@ -126,13 +124,8 @@ class OneBitAdam(OneBitOptimizer):
                 continue
             if self._is_encoded(parameter):
                 state["variance_step"] += 1
-            moments = local_of(state["exp_avg"]), local_of(state["exp_avg_sq"])
-            rows.append((local_of(parameter), local_of(parameter.grad), *moments, state["step"]))
-        # The fused kernel does not raise tensors' versions. A shard without elements on this rank counts as changed,
-        # too: all ranks must all-gather it anew.
-        increment_version([row[0] for row in rows])
-        # Fused on a CPU, for the bits of AdamW(fused=True). On a GPU that needs step counts on the device, not the CPU.
-        adamw_step(group, rows, fused=all(row[0].is_cpu for row in rows))
+            current.append(parameter)
+        sharded_adamw_step(group, current, self.state)
         self._update_variance([(parameter, grad_of(parameter)) for parameter in late])
         self._move(group, late, Rule.ADAM_GRADIENT)
 
@@ -214,6 +207,20 @@ class ZeroOneAdam(OneBitAdam):
         self._update_variance([(each, grad_of(each)) for each in seen])
         self._update_exactly(group, [each for each in exact if not self._is_encoded(each)])
         self._update(group, [*seen, *encoded])
+
+
+def sharded_adamw_step(group: dict[str, Any], parameters: Sequence[Tensor], states: Mapping[Tensor, Any]) -> None:
+    """Make ``adamw_step`` for this rank's elements of sharded parameters."""
+    rows = []
+    for parameter in parameters:
+        state = states[parameter]
+        moments = local_of(state["exp_avg"]), local_of(state["exp_avg_sq"])
+        rows.append((local_of(parameter), local_of(parameter.grad), *moments, state["step"]))
+    # The fused kernel does not raise tensors' versions. A shard without elements on this rank counts as changed, too:
+    # all ranks must all-gather it anew.
+    increment_version([row[0] for row in rows])
+    # Fused on a CPU, for the bits of AdamW(fused=True). On a GPU that needs step counts on the device, not the CPU.
+    adamw_step(group, rows, fused=all(row[0].is_cpu for row in rows))
 
 
 def adamw_step(group: dict[str, Any], rows: Sequence[tuple[Tensor, ...]], *, fused: bool) -> None:

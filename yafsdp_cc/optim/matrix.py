@@ -15,7 +15,7 @@ import re
 from abc import abstractmethod
 from bisect import bisect_right
 from collections import defaultdict
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from yafsdp_cc.engine.layout import ShardSpec, TensorParallel
 from yafsdp_cc.engine.param import owner_of
-from yafsdp_cc.optim.adam import adamw_step
+from yafsdp_cc.optim.adam import sharded_adamw_step
 from yafsdp_cc.optim.one_bit import check_settings, grad_of, keep_dtypes, local_of, loss_of, width_of
 from yafsdp_cc.ranks.mesh import shard_group, shard_rank, to_mesh_device
 from yafsdp_cc.tensor.dtensor import FlatDTensor, flat_dtensor, increment_version
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import Tensor
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.optim.optimizer import ParamsT
 
 _ADAMW: Mapping[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2}
@@ -179,21 +180,15 @@ class MatrixOptimizer(Optimizer):
             used = [parameter for parameter in group["params"] if parameter.grad is not None]
             for parameter in used:
                 self._init_state(parameter, group)
-            # Not all kernels raise tensors' versions. A shard without elements on this rank counts as changed, too: all
-            # ranks must gather it.
-            increment_version([local_of(parameter) for parameter in used])
             if self._is_of_matrices(group):
                 self._update_matrices(group, used)
-            elif used:
-                rows = [(local_of(each), local_of(each.grad), *self._moments(each)) for each in used]
-                adamw_step(group, rows, fused=all(row[0].is_cpu for row in rows))
+            else:
+                sharded_adamw_step(group, used, self.state)
         return loss
 
-    def _moments(self, parameter: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        state = self.state[parameter]
-        return local_of(state["exp_avg"]), local_of(state["exp_avg_sq"]), state["step"]
-
     def _update_matrices(self, group: dict[str, Any], used: Sequence[Any]) -> None:
+        # A shard without elements on this rank counts as changed, too: all ranks must gather it.
+        increment_version([local_of(parameter) for parameter in used])
         here = [
             parameter for parameter in used if not parameter.shard_spec.is_assembled and local_of(parameter).numel()
         ]
@@ -210,13 +205,14 @@ class MatrixOptimizer(Optimizer):
 
     def _update_assembled(self, group: dict[str, Any], bucket: Sequence[Any]) -> None:
         """Update matrices that are sharded evenly. A collective."""
-        exchange = MatrixExchange([parameter.shard_spec for parameter in bucket])
-        gradients = exchange.assemble([grad_of(parameter) for parameter in bucket])
+        held, updated = zip(*(_bounds_of(parameter.shard_spec) for parameter in bucket), strict=True)
+        mesh = bucket[0].shard_spec.mesh
+        gradients = _redivided([grad_of(parameter) for parameter in bucket], held, updated, mesh)
         dtype = self.update_dtype(gradients[0].device) or gradients[0].dtype
         updates = [torch.empty_like(gradient, dtype=dtype) for gradient in gradients]
         for place, update, _ in self._updated(group, bucket, gradients, updates):
             place.copy_(update)
-        for parameter, update in zip(bucket, exchange.distribute(updates), strict=True):
+        for parameter, update in zip(bucket, _redivided(updates, updated, held, mesh), strict=True):
             local, (first, last) = local_of(parameter), parameter.shard_spec.local_range()
             for start, stop, rate in self._rates(group, parameter.shard_spec):
                 if (part := slice(max(start - first, 0), min(stop, last) - first)).stop > part.start:
@@ -417,57 +413,6 @@ def buckets(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
             units = units[count:]
 
 
-class MatrixExchange:
-    """Moves matrices between the flat ranges of the shards and the ranges that ranks update."""
-
-    def __init__(self, specs: Sequence[ShardSpec]) -> None:
-        self._specs = specs
-        self._mesh = specs[0].mesh
-        self._group, self._rank = shard_group(self._mesh), shard_rank(self._mesh)
-
-    def assemble(self, shards: Sequence[Tensor]) -> list[Tensor]:
-        """Return the flat range of each matrix that this rank updates. A collective.
-
-        Args:
-            shards: this rank's shard of each matrix, flat, all of one dtype.
-        """
-        return self._move(shards, [_bounds_of(spec) for spec in self._specs])
-
-    def distribute(self, updates: Sequence[Tensor]) -> list[Tensor]:
-        """Return the flat range of each matrix in this rank's shard. A collective.
-
-        Args:
-            updates: the range of each matrix's update that this rank has computed, flat, all of one dtype.
-        """
-        return self._move(updates, [_bounds_of(spec)[::-1] for spec in self._specs])
-
-    def _move(self, tensors: Sequence[Tensor], bounds: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Tensor]:
-        """Move ranges of matrices between ranks; ``bounds`` has each matrix's bounds by rank, before and after."""
-        ranks, own = range(self._group.size()), self._rank
-        sent, received = [], []
-        for peer in ranks:
-            sent.append([_overlap(before, own, after, peer) for before, after in bounds])
-            received.append([_overlap(before, peer, after, own) for before, after in bounds])
-        starts = [(before[own], after[own]) for before, after in bounds]
-        parts = [
-            tensor[part.start - first : part.stop - first]
-            for to_peer in sent
-            for tensor, (first, _), part in zip(tensors, starts, to_peer, strict=True)
-        ]
-        message = to_mesh_device(torch.cat(parts), self._mesh)
-        theirs, ours = ([message.itemsize * sum(map(len, each)) for each in of_peers] for of_peers in (received, sent))
-        arrived = message.new_empty(sum(theirs) // message.itemsize)
-        # send bytes, as gloo supports fewer dtypes
-        dist.all_to_all_single(arrived.view(torch.uint8), message.view(torch.uint8), theirs, ours, group=self._group)
-        found = [tensors[0].new_empty(after[own + 1] - after[own]) for _, after in bounds]
-        offset = 0
-        for from_peer in received:
-            for tensor, (_, first), part in zip(found, starts, from_peer, strict=True):
-                tensor[part.start - first : part.stop - first] = arrived[offset : offset + len(part)]
-                offset += len(part)
-        return found
-
-
 def _bounds_of(spec: ShardSpec) -> tuple[Sequence[int], Sequence[int]]:
     """Return the bounds of a matrix's shards, and of the ranges that ranks update."""
     assert spec.bounds is not None
@@ -475,7 +420,33 @@ def _bounds_of(spec: ShardSpec) -> tuple[Sequence[int], Sequence[int]]:
     return spec.bounds, spec.update_bounds
 
 
-def _overlap(bounds: Sequence[int], rank: int, others: Sequence[int], other: int) -> range:
-    """Return the elements that ``rank``'s range of ``bounds`` and ``other``'s range of ``others`` share."""
-    start = max(bounds[rank], others[other])
-    return range(start, max(min(bounds[rank + 1], others[other + 1]), start))
+def _redivided(
+    tensors: Sequence[Tensor], held: Sequence[Sequence[int]], wanted: Sequence[Sequence[int]], mesh: DeviceMesh
+) -> list[Tensor]:
+    """Return this rank's range of each matrix by the bounds ``wanted``. A collective.
+
+    Args:
+        tensors: this rank's range of each matrix by the bounds ``held``, flat, all of one dtype.
+    """
+    group, rank = shard_group(mesh), shard_rank(mesh)
+    found = [tensors[0].new_empty(bounds[rank + 1] - bounds[rank]) for bounds in wanted]
+    # the message to each rank holds its parts of all matrices
+    sent = list(zip(*(_parts_for(*each, rank) for each in zip(tensors, held, wanted, strict=True)), strict=True))
+    received = list(zip(*(_parts_for(*each, rank) for each in zip(found, wanted, held, strict=True)), strict=True))
+    ours, theirs = ([sum(part.nbytes for part in parts) for parts in of_peers] for of_peers in (sent, received))
+    message = to_mesh_device(torch.cat([part for parts in sent for part in parts]), mesh)
+    arrived = message.new_empty(sum(theirs) // message.itemsize)
+    # send bytes, as gloo supports fewer dtypes
+    dist.all_to_all_single(arrived.view(torch.uint8), message.view(torch.uint8), theirs, ours, group=group)
+    places = [part for parts in received for part in parts]
+    for place, part in zip(places, arrived.split([len(each) for each in places]), strict=True):
+        place.copy_(part)
+    return found
+
+
+def _parts_for(tensor: Tensor, bounds: Sequence[int], others: Sequence[int], rank: int) -> Sequence[Tensor]:
+    """Return views of ``tensor``, the range of ``rank`` by ``bounds``: its elements in each range of ``others``."""
+    first, last = bounds[rank], bounds[rank + 1]
+    sizes = [max(min(last, end) - max(first, start), 0) for start, end in pairwise(others)]
+    parts: Sequence[Tensor] = tensor.split(sizes)
+    return parts
