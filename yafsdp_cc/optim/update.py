@@ -9,6 +9,7 @@ replaces by a multiplication on a GPU.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -73,42 +74,26 @@ def adam_settings(group: dict[str, Any], steps: float, seen: float, trust: float
         trust: factor on the learning rate.
     """
     (beta1, beta2), lr = group["betas"], trust * float(group["lr"])
-    keep = 1 - lr * group["weight_decay"]
-    return (
-        beta1,
-        1 - beta1,
-        1 / (1 - beta2**seen),
-        group["eps"],
-        1 - beta1**steps,
-        largest_update(group["betas"]),
-        keep,
-        lr,
-    )
-
-
-def largest_update(betas: tuple[float, float]) -> float:
-    """Return the largest element that exact Adam's update can have (Kingma & Ba, "Adam", 2015, section 2.1)."""
-    return max(1.0, (1 - betas[0]) / math.sqrt(1 - betas[1]))
+    unbias, keep = 1 / (1 - beta2**seen), 1 - lr * group["weight_decay"]
+    # the largest element that exact Adam's update can have (Kingma & Ba, "Adam", 2015, section 2.1)
+    largest = max(1.0, (1 - beta1) / math.sqrt(1 - beta2))
+    return beta1, 1 - beta1, unbias, group["eps"], 1 - beta1**steps, largest, keep, lr
 
 
 def update(rule: Rule, rows: Sequence[Row]) -> None:
     """Update parameters by ``rule``, in place; their versions rise, also if this rank has no elements."""
-    if not rows:
-        return
     # Native kernels do not raise tensors' versions. A shard without elements on this rank counts as changed, too: all
     # ranks must gather it.
     increment_version([row.weights for row in rows])
-    devices: dict[torch.device, list[Row]] = {}
-    plain: list[Row] = []
+    native: defaultdict[torch.device, list[Row]] = defaultdict(list)
     for row in rows:
-        device = row.weights.device
-        (devices.setdefault(device, []) if is_native(row) else plain).append(row)
-    for device, some in devices.items():
-        if (ops := ops_for(device)) is None:
-            plain += some
-            continue
+        if is_native(row) and ops_for(row.weights.device) is not None:
+            native[row.weights.device].append(row)
+        else:
+            _update_plainly(rule, row)
+    for device, some in native.items():
         weights, gradients, moments, squares, settings = zip(*some, strict=True)
-        ops.update(
+        ops_for(device).update(
             rule,
             weights,
             gradients,
@@ -117,8 +102,6 @@ def update(rule: Rule, rows: Sequence[Row]) -> None:
             torch.tensor(settings, dtype=torch.float32, device="cpu"),
             stream_of(device),
         )
-    if plain:
-        _update_plainly(rule, plain)
 
 
 def is_native(row: tuple[Any, ...]) -> bool:
@@ -127,66 +110,29 @@ def is_native(row: tuple[Any, ...]) -> bool:
     return readable and all(each is None or each.is_contiguous() for each in row[:-1])
 
 
-def _update_plainly(rule: Rule, rows: Sequence[Row]) -> None:
-    """Make the updates in plain torch: the definition of what ``update`` computes."""
-    wide = [row.weights.to(torch.promote_types(row.weights.dtype, torch.float32)) for row in rows]
-    gradients = [row.gradient.to(each.dtype) for row, each in zip(rows, wide, strict=True)]
-    moments = [row.moment for row in rows if row.moment is not None]
-    columns = [list(column) for column in zip(*(row.settings for row in rows), strict=True)]
+def _update_plainly(rule: Rule, row: Row) -> None:
+    """Make one update in plain torch: the definition of what ``update`` computes."""
+    weights = row.weights.to(torch.promote_types(row.weights.dtype, torch.float32))
+    step = row.gradient.to(weights.dtype)
     if rule.is_adam:
-        squares = [row.square for row in rows if row.square is not None]
-        updates = _adam(gradients, moments, squares, columns)
-        torch._foreach_mul_(wide, columns[6])
-        rates = columns[7]
+        carry, taken, unbias, eps, share, largest, keep, rate = row.settings
+        assert row.square is not None
+        if row.moment is not None:
+            step = row.moment.mul_(carry).add_(step * taken)
+        root = root_of(row.square * unbias) + eps
+        step = (step / (root * share)).clamp_(-largest, largest)
+        weights = weights * keep
     else:
-        carry, decays, rates = columns
-        updates = _sgd(rule, wide, gradients, moments, carry, decays)
-    torch._foreach_sub_(wide, torch._foreach_mul(updates, rates))
-    for row, updated in zip(rows, wide, strict=True):
-        if updated is not row.weights:
-            row.weights.copy_(updated)
-
-
-def _sgd(
-    rule: Rule,
-    weights: list[Tensor],
-    gradients: list[Tensor],
-    moments: list[Tensor],
-    carry: list[float],
-    decays: list[float],
-) -> list[Tensor]:
-    """Return the update of the weights, without the learning rate."""
-    # without a decay nothing is added, not even 0: 0·inf would be NaN
-    decaying = [index for index, decay in enumerate(decays) if decay]
-    updates = list(gradients)
-    if decaying:
-        decayed = torch._foreach_mul([weights[index] for index in decaying], [decays[index] for index in decaying])
-        for index, each in zip(decaying, decayed, strict=True):
-            updates[index] = updates[index] + each
-        if rule is Rule.SGD_MOMENTUM:
-            torch._foreach_add_([moments[index] for index in decaying], decayed)
-    if rule is Rule.SGD_MOMENTUM:
-        return updates
-    torch._foreach_mul_(moments, carry)
-    torch._foreach_add_(moments, updates)
-    return moments
-
-
-def _adam(
-    gradients: list[Tensor], moments: list[Tensor], squares: list[Tensor], columns: list[list[float]]
-) -> list[Tensor]:
-    """Return the update of the weights, without the learning rate."""
-    carry, taken, unbias, eps, shares, largest, _, _ = columns
-    if moments:
-        torch._foreach_mul_(moments, carry)
-        torch._foreach_add_(moments, torch._foreach_mul(gradients, taken))
-    roots = [root_of(each) for each in torch._foreach_mul(squares, unbias)]
-    torch._foreach_add_(roots, eps)
-    torch._foreach_mul_(roots, shares)
-    updates = list(torch._foreach_div(moments or gradients, roots))
-    torch._foreach_clamp_max_(updates, largest)
-    torch._foreach_clamp_min_(updates, [-each for each in largest])
-    return updates
+        carry, decay, rate = row.settings
+        assert row.moment is not None
+        if decay:  # without a decay nothing is added, not even 0: 0·inf would be NaN
+            decayed = weights * decay
+            step = step + decayed
+            if rule is Rule.SGD_MOMENTUM:
+                row.moment.add_(decayed)
+        if rule is Rule.SGD_GRADIENT:
+            step = row.moment.mul_(carry).add_(step)
+    row.weights.copy_(weights - step * rate)
 
 
 def root_of(squares: Tensor) -> Tensor:
