@@ -31,7 +31,7 @@ def messages_of(lowrank: LowRank, dues: list[Tensor]) -> list[Tensor]:
     """Messages of ranks that hold the same factors, whose message is then subtracted."""
     messages = []
     for due in dues:
-        message = torch.empty(lowrank.numel(lowrank.sends_right))
+        message = torch.empty(lowrank.message_numels[lowrank.sends_right])
         is_finite = torch.empty(NUMEL // BLOCK, dtype=torch.bool)
         lowrank.encode(due, message)
         lowrank.subtract(due, message, 1.0, is_finite, BLOCK)
@@ -152,7 +152,8 @@ def test_what_is_not_finite_sends_nan_for_its_matrix_alone(wrong, turns):
     factors = lowrank.factors.clone()
     due = drawn(5)
     due[750] = wrong
-    message, is_finite = torch.empty(lowrank.numel(lowrank.sends_right)), torch.empty(NUMEL // BLOCK, dtype=torch.bool)
+    message = torch.empty(lowrank.message_numels[lowrank.sends_right])
+    is_finite = torch.empty(NUMEL // BLOCK, dtype=torch.bool)
     lowrank.encode(due, message)
     lowrank.subtract(due, message, 1.0, is_finite, BLOCK)
     assert is_finite.tolist() == [True] * 11 + [False] * 4

@@ -10,7 +10,7 @@ from yafsdp_cc.compression.autotune import CodecAutotuner
 from yafsdp_cc.compression.codec import AUTO, LOW_RANK
 from yafsdp_cc.compression.config import EXACT, ROUNDING
 from yafsdp_cc.compression.fallback import CodecFallback
-from yafsdp_cc.compression.powersgd import matrices_of, numel_of
+from yafsdp_cc.compression.powersgd import matrices_of, message_numels
 from yafsdp_cc.compression.reduce_scatter import CompressedReduceScatter
 from yafsdp_cc.compression.schedule import CompressionSchedule
 from yafsdp_cc.engine.param import FlatParam
@@ -135,8 +135,8 @@ class CompressedCollectives(Collectives):
         if self.schedule.over_replicas:
             first, last = layout.starts[flat.rank : flat.rank + 2]
         matrices = matrices_of(layout.places, matrix_rank, first, last)
-        factors = [4 * numel_of(*matrices, matrix_rank, is_right) for is_right in (False, True)]
-        return sum(2 * nbytes // self._ranks * (self._ranks - 1) for nbytes in factors) // 2
+        numels = message_numels(*matrices, matrix_rank)
+        return sum(2 * 4 * numel // self._ranks * (self._ranks - 1) for numel in numels) // 2
 
     def _codec_of(self, flat: FlatParam) -> str:
         """Return the codec of the gradients of ``flat``.

@@ -97,10 +97,12 @@ def matrices_of(
     return tuple(matrices), tuple(rest)
 
 
-def numel_of(matrices: Iterable[Matrix], rest: Iterable[tuple[int, int]], rank: int, is_right: bool) -> int:
-    """Return the elements of a message: the factors Q if ``is_right``, else P, and the ranges sent unchanged."""
-    thin = sum(matrix.thin(is_right, rank) for matrix in matrices)
-    return thin + sum(last - first for first, last in rest)
+def message_numels(matrices: Sequence[Matrix], rest: Iterable[tuple[int, int]], rank: int) -> tuple[int, int]:
+    """Return the elements of a message of the factors P, and of one of the factors Q, ranges sent unchanged
+    included."""
+    unchanged = sum(last - first for first, last in rest)
+    left, right = (sum(matrix.thin(is_right, rank) for matrix in matrices) for is_right in (False, True))
+    return left + unchanged, right + unchanged
 
 
 class LowRank:
@@ -122,6 +124,7 @@ class LowRank:
         self.matrices = tuple(matrices)
         self.rest = tuple(rest)
         self.rank = rank
+        self.message_numels = message_numels(matrices, rest, rank)
         self._name = name
         sizes = [size for matrix in self.matrices for size in (matrix.thin(False, rank), matrix.thin(True, rank))]
         self.factors = torch.empty(sum(sizes), dtype=torch.float32, device=device)
@@ -140,10 +143,6 @@ class LowRank:
                 drawn = torch.randn(factor.shape, generator=draws, dtype=torch.float32, device="cpu")
                 factor.copy_(torch.linalg.qr(drawn).Q)
         self.sends_right = False
-
-    def numel(self, is_right: bool) -> int:
-        """Return the elements of a message: the factors Q if ``is_right``, else P, and the ranges sent unchanged."""
-        return numel_of(self.matrices, self.rest, self.rank, is_right)
 
     def encode(self, due: Tensor, message: Tensor) -> None:
         """Write the next message of ``due``, gradients and residuals of the whole buffer in fp32."""
@@ -244,7 +243,7 @@ class FactorEncoder(Encoder):
 
     def bind(self, context: CommContext) -> None:
         super().bind(context)
-        context.scratch.reserve(SENT, 4 * max(map(self.low_rank.numel, (False, True))))
+        context.scratch.reserve(SENT, 4 * max(self.low_rank.message_numels))
 
     @property
     def kept(self) -> float:
@@ -254,15 +253,14 @@ class FactorEncoder(Encoder):
         return self.context.comm.all_reduce_bytes(4 * self._message_numel)
 
     def planned_bytes(self) -> int:
-        comm, low_rank = self.context.comm, self.low_rank
-        return sum(comm.all_reduce_bytes(4 * low_rank.numel(is_right)) for is_right in (False, True)) // 2
+        return sum(self.context.comm.all_reduce_bytes(4 * numel) for numel in self.low_rank.message_numels) // 2
 
     def restart(self) -> None:
         self.low_rank.restart()  # some ranks may have advanced their factors already
 
     @property
     def _message_numel(self) -> int:
-        return self.low_rank.numel(self.low_rank.sends_right)
+        return self.low_rank.message_numels[self.low_rank.sends_right]
 
     def _message(self, buffer: str) -> Tensor:
         return self.context.scratch.take(buffer, self._message_numel, torch.float32)
@@ -302,7 +300,7 @@ class ChunkFactors(FactorEncoder):
 
     def bind(self, context: CommContext) -> None:
         super().bind(context)
-        context.scratch.reserve(RECEIVED, 4 * max(map(self.low_rank.numel, (False, True))))
+        context.scratch.reserve(RECEIVED, 4 * max(self.low_rank.message_numels))
         context.scratch.reserve(_GRADIENTS, 4 * self._numel)
         context.scratch.reserve(SUM, 4 * self.step)
 
