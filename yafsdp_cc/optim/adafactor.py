@@ -58,11 +58,14 @@ class Adafactor(torch.optim.Adafactor):
             for parameter in group["params"]
             if parameter.grad is not None
         ]
-        found = _summed(members, [member.squares() for member in members])
+        found = [member.squares() for member in members]
+        _sum_over_ranks(members, found)
         for member, squares in zip(members, found, strict=True):
             member.track(squares)
         norms = _numbers([squares[:1] for squares in found])
-        updates = _numbers(_summed(members, [_square_sum(member.update()) for member in members]))
+        of_updates = [_square_sum(member.update()) for member in members]
+        _sum_over_ranks(members, of_updates)
+        updates = _numbers(of_updates)
         for member, norm, update in zip(members, norms, updates, strict=True):
             member.apply(norm, update)
         return loss
@@ -239,21 +242,18 @@ def _square_sum(local: Tensor) -> Tensor:
     return squares
 
 
-def _summed(members: Sequence[_Member], found: Sequence[Tensor]) -> list[Tensor]:
-    """Return the sums over ranks of the ``found`` tensors of each parameter: one all-reduce for all of a mesh."""
-    alike: defaultdict[Any, list[int]] = defaultdict(list)
-    for place, (member, values) in enumerate(zip(members, found, strict=True)):
-        alike[member.summand.across, values.device, values.dtype].append(place)
-    sums = list(found)
-    for ((mesh, groups), *_), places in alike.items():
-        counted = [
-            found[place] if members[place].summand.counts else torch.zeros_like(found[place]) for place in places
-        ]
-        total = torch.cat(counted)
+def _sum_over_ranks(members: Sequence[_Member], found: Sequence[Tensor]) -> None:
+    """Sum the tensor found for each parameter over ranks, in place: one all-reduce for all of a mesh."""
+    alike: defaultdict[Any, list[Tensor]] = defaultdict(list)
+    for member, values in zip(members, found, strict=True):
+        if not member.summand.counts:  # another rank counts the same elements
+            values.zero_()
+        alike[member.summand.across, values.device, values.dtype].append(values)
+    for ((mesh, groups), *_), parts in alike.items():
+        total = torch.cat(parts)
         all_reduce_over(groups, total, dist.ReduceOp.SUM, mesh)
-        for place, part in zip(places, total.split([len(part) for part in counted]), strict=True):
-            sums[place] = part
-    return sums
+        for part, summed in zip(parts, total.split([len(part) for part in parts]), strict=True):
+            part.copy_(summed)
 
 
 def _numbers(values: Sequence[Tensor]) -> list[float]:
