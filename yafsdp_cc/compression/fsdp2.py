@@ -35,15 +35,12 @@ from yafsdp_cc.engine.communicator import CommContext, Communicator, ScratchBuff
 from yafsdp_cc.engine.layout import Extent, Layout, align
 from yafsdp_cc.engine.param import Divisor
 from yafsdp_cc.fsdp2.module import ShardedModule
-from yafsdp_cc.ranks.mesh import all_gather_single
+from yafsdp_cc.ranks.mesh import all_gather_single, reduce_scatter_single
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch.distributed.distributed_c10d import ReduceOp
-
-# The older name warns in torch 2.13.
-_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 def compress(
@@ -275,7 +272,7 @@ class _ReduceScatterHook(_Hook, ReduceScatter):
         async_op: bool = False,
     ) -> dist.Work | None:
         if self._is_exact():
-            exact: dist.Work | None = _reduce_scatter(output_tensor, input_tensor, op, group, async_op)
+            exact: dist.Work | None = reduce_scatter_single(output_tensor, input_tensor, op, group, async_op)
             return exact
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             raise NotImplementedError(
