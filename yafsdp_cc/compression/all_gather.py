@@ -195,7 +195,7 @@ class DeltaAllGather(ExactAllGather):
 
     def start(self, output: Tensor, held: int | None, scratch: Tensor | None, async_op: bool) -> Works:
         works: list[dist.Work] = []
-        sent, has_resumed = 0, False
+        has_resumed, self.sent_bytes = False, 0
         if scratch is not None and self._resumed is not None:
             own, version = self._resumed
             self._resumed = None
@@ -205,18 +205,13 @@ class DeltaAllGather(ExactAllGather):
                     own.record_stream(torch.cuda.current_stream(own.device))
                 chunks = self.flat.layout.uneven_chunks
                 works += comm.all_gather(output, comm.own_chunk(output, chunks).copy_(own), async_op, chunks)
-                sent = (comm.world - 1) * own.nbytes
+                self.sent_bytes = (comm.world - 1) * own.nbytes
                 self.context.record("kept weights", self.flat.name)
         is_behind = held != self.flat.version
         self._sends_delta = scratch is not None and is_behind and held is not None and self._can_start_from(held)
         if scratch is not None and self._sends_delta:
-            works += self._send_delta(output, scratch, async_op)
-        elif not has_resumed:
-            return super().start(output, held, scratch, async_op)
-        else:
-            self.sent_bytes = 0
-        self.sent_bytes += sent
-        return works
+            return [*works, *self._send_delta(output, scratch, async_op)]
+        return works if has_resumed else super().start(output, held, scratch, async_op)
 
     def stepped(self, before: int, after: int) -> None:
         self.steps.add(before, after)
@@ -248,7 +243,7 @@ class DeltaAllGather(ExactAllGather):
                 share = sum(each[1] for each in measured) / kept.numel()
                 error.add(difference - decoded[0], difference, decoded[0], share=share)
         self.context.record("delta", self.flat.name)
-        self.sent_bytes = self._messages.sent_bytes(comm.rank)
+        self.sent_bytes += self._messages.sent_bytes(comm.rank)
         return comm.all_gather(scratch, message, async_op, self._messages.uneven)
 
     def finish(self, output: Tensor, scratch: Tensor | None) -> None:
