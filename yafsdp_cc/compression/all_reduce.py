@@ -47,7 +47,8 @@ class CompressedAllReduce(CompressedSum, AllReduce):
     def __init__(self, flat: SummedBuffer, schedule: CompressionSchedule, codec: str) -> None:
         self._residual_shape = (1, flat.layout.chunks[flat.rank])
         self._exact = ExactAllReduce(flat.layout.chunks[flat.rank] * flat.sum_dtype.itemsize)
-        self._before: Tensor | None = None
+        self._exact_total: Tensor | None = None
+        """Partial sum [chunk] fp32 that is summed exactly besides, in ``Phase.BOTH``; else None."""
         super().__init__(flat, schedule, codec)
 
     @property
@@ -61,18 +62,18 @@ class CompressedAllReduce(CompressedSum, AllReduce):
     def start(self, total: Tensor, async_op: bool) -> Works:
         self._latch(total)
         encoder = self._encoder
+        self._exact_total = None
         if not self._encodes or encoder is None:
             works = self._exact.start(total, async_op)
             self.sent_bytes = self._exact.sent_bytes
             return works
+        if self._keeps_exact:
+            self._exact_total = total.to(torch.float32, copy=True)
+        works = encoder.start(total, self._feedback(), async_op)
         self.sent_bytes = encoder.sent_bytes()
-        if not self._keeps_exact:
-            return encoder.start(total, self._feedback(), async_op)
-        assert self.exact_mean is not None
-        self._before = self.exact_mean.clone() if self._adds_exact else None
-        self.exact_mean.copy_(total)
-        works = [*encoder.start(total, self._feedback(), async_op), *self._exact.start(self.exact_mean, async_op)]
-        self.sent_bytes += self._exact.sent_bytes
+        if self._exact_total is not None:
+            works = [*works, *self._exact.start(self._exact_total, async_op)]
+            self.sent_bytes += self._exact.sent_bytes
         return works
 
     def finish(self, total: Tensor) -> None:
@@ -89,10 +90,9 @@ class CompressedAllReduce(CompressedSum, AllReduce):
         self._end(None)
         if summed is not total:
             total.copy_(summed)
-        if self._encodes and self._keeps_exact and self.exact_mean is not None:
-            self.exact_mean.div_(self.flat.divisor.of[self.exact_mean.dtype])
-            if self._before is not None:
-                self.exact_mean.add_(self._before)
+        if self._exact_total is not None:
+            self._keep_exact(self._exact_total, 0)
+            self._exact_total = None
 
     def unsent(self) -> Tensor:
         """Return what this rank has not sent yet, [chunk] fp32: residual and its share of carried-over gradients."""
@@ -123,17 +123,7 @@ class SharedMessages(CodecEncoder):
             return ()
         messages = self._received()
         own = messages.narrow(0, self.context.comm.rank, 1)
-        error_feedback.encode(
-            self.codec,
-            values.unsqueeze(0),
-            own,
-            counts=self._counts(range(self._rank, self._rank + 1)),
-            residual=feedback.residual,
-            recursion=feedback.recursion,
-            noise=feedback.noise if self.codec.rounds_randomly else None,
-        )
-        if feedback.error is not None and feedback.residual is not None:
-            feedback.error.observe(self.codec, own, feedback.residual, values.unsqueeze(0))
+        self._encode(values.unsqueeze(0), own, range(self._rank, self._rank + 1), feedback)
         return self.context.comm.all_gather(messages.view(-1), own.view(-1), async_op)
 
     def decode(self, own: Tensor | None, start: int, total: Tensor) -> None:
@@ -168,7 +158,6 @@ class CompressedMean:
         size = codec.message_bytes(self.chunk)
         self._sent = torch.zeros(self.world, size, dtype=torch.uint8, device=device)
         self._received = torch.zeros_like(self._sent)
-        self._total = torch.zeros(1, self.chunk, dtype=torch.float32, device=device)
 
     @property
     def sent_bytes(self) -> int:
@@ -182,19 +171,19 @@ class CompressedMean:
         error_feedback.encode(codec, chunks, self._sent, counts=counts, residual=self.worker)
         dist.all_to_all_single(self._received.view(-1), self._sent.view(-1), group=self._group)
         # One call for all elements: only native kernels can decode in parts.
-        error_feedback.decode_sum(codec, self._received, self.chunk, None, 0, self._total[0])
-        self._total.div_(self.world)
-        first = self.rank * self.chunk
-        for start, end in self._gaps:  # a codec need not decode padding to zero
-            if max(start, first) < min(end, first + self.chunk):
-                self._total[0, max(start - first, 0) : end - first] = 0
-        own = self._sent[self.rank : self.rank + 1]
-        own_counts = None if counts is None else counts[self.rank : self.rank + 1]
-        error_feedback.encode(codec, self._total, own, counts=own_counts, residual=self.server)
-        for work in self._comm.all_gather(self._sent.view(-1), own.view(-1), async_op=False):
+        error_feedback.decode_sum(codec, self._received, self.chunk, None, 0, chunks[self.rank])
+        chunks[self.rank].div_(self.world)
+        self._zero_padding(buffer)
+        mine = slice(self.rank, self.rank + 1)
+        own_counts = None if counts is None else counts[mine]
+        error_feedback.encode(codec, chunks[mine], self._sent[mine], counts=own_counts, residual=self.server)
+        for work in self._comm.all_gather(self._sent.view(-1), self._sent[self.rank], async_op=False):
             work.wait()
         error_feedback.decode(codec, self._sent, chunks)
-        for start, end in self._gaps:
+        self._zero_padding(buffer)
+
+    def _zero_padding(self, buffer: Tensor) -> None:
+        for start, end in self._gaps:  # a codec need not decode padding to zero
             buffer[start:end].zero_()
 
     @torch.no_grad()

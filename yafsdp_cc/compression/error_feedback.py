@@ -109,11 +109,6 @@ class Residual(NamedTuple):
         """Return a view of the residual of ``chunks``."""
         return self.span(chunks.before, *chunks.values.shape)
 
-    def columns(self, first: int, last: int) -> Residual:
-        """Return a view of elements ``first`` to ``last`` of each message, whole blocks."""
-        blocks = slice(first // self.block, last // self.block)
-        return Residual(self.values[:, first:last], self.scales[:, blocks], self.block)
-
     def load(self) -> Tensor:
         """Return a copy of the residual in fp32."""
         if self.values.dtype != torch.int8:
@@ -332,17 +327,13 @@ class CompressionError:
         Of more than ``SAMPLES`` parts a fixed sample is decoded, scaled up to all: each part takes a kernel launch, and
         there are as many messages as ranks.
         """
-        n, block = residual.values.shape[1], residual.block
+        n = residual.values.shape[1]
         step = n if ops_for(messages.device, codec) is None else min(PART, n)
         parts = [(row, start, min(start + step, n)) for row in range(len(messages)) for start in range(0, n, step)]
         count = max(1, SAMPLES * PART // max(step, PART))  # without native kernels a part is a whole message
         if len(parts) > count:
             parts = [parts[int((place + self._shift) * len(parts) / count)] for place in range(count)]
-        taken = [residual.rows(row, row + 1).columns(start, end) for row, start, end in parts]
-        left = Residual(
-            torch.cat([each.values for each in taken], 1), torch.cat([each.scales for each in taken], 1), block
-        )
-        lost = left.load()[0]
+        lost = torch.cat([residual.span(row * n + start, 1, end - start).load()[0] for row, start, end in parts])
         decoded = torch.empty_like(lost)
         sizes = [end - start for _, start, end in parts]
         for (row, start, _), part in zip(parts, decoded.split(sizes), strict=True):

@@ -263,7 +263,7 @@ class CompressedSum(Collective):
             self._refuse_second_sum()
         self._adds_carried, self._added = encodes and self.carried_over is not None, None
         self._adds_exact = self.exact_mean is not None and self.flat.has_grad
-        if schedule.clip is not None and (encodes or self._keeps_exact):
+        if encodes or self._keeps_exact:
             schedule.clip_gradients(self.flat.name, grads)
         if self._keeps_exact:
             self.reserve_exact_mean()
@@ -314,7 +314,7 @@ class CompressedSum(Collective):
     @property
     def _units(self) -> float:
         """Divisor that gives the mean gradient of unscaled losses: the number of ranks, times the loss scale."""
-        return self.schedule.units(self.flat.divisor.factor)
+        return self.flat.divisor.factor * self.schedule.loss_scale
 
     def _keep_exact(self, total: Tensor, start: int) -> None:
         """Store the mean of an exact sum's elements from ``start`` on in ``exact_mean``."""
@@ -348,10 +348,10 @@ class CompressedReduceScatter(CompressedSum, ReduceScatter):
         others = layout.numel - layout.chunks[flat.rank]
         self._residual_shape = (1, others) if layout.uneven_chunks else (self._rows, layout.chunks[0])
         self._pending: Tensor | None = None
-        """Deferred gradients of this rank's own chunk, [chunk] fp32."""
-        self._has_deferred = False
+        """Deferred gradients of this rank's own chunk, [chunk] fp32; meaningless while none are deferred."""
         self._poison: Tensor | None = None
-        """Scalar tensor: NaN if deferred gradients were not finite (residuals leave such blocks out), else zero."""
+        """Scalar tensor: NaN if deferred gradients were not finite (residuals leave such blocks out), else zero. None
+        while no gradients are deferred."""
         super().__init__(flat, schedule, codec)
 
     def _make_encoder(self, codec: str) -> Encoder:
@@ -394,8 +394,7 @@ class CompressedReduceScatter(CompressedSum, ReduceScatter):
             error_feedback.accumulate(chunks.values, self.residual.of(chunks))
         self._defer_own(self._own_chunk_of(grads))
         poison = grads.sum(dtype=torch.float32).mul_(0.0)
-        self._poison = poison.add_(self._poison) if self._has_deferred and self._poison is not None else poison
-        self._has_deferred = True
+        self._poison = poison if self._poison is None else poison.add_(self._poison)
 
     def _defer_own(self, own: Tensor) -> None:
         # a deferred gradient is added before the next sum multiplies the momentum by beta, so divide by beta here
@@ -404,10 +403,10 @@ class CompressedReduceScatter(CompressedSum, ReduceScatter):
             return
         if self._pending is None:
             self._pending = torch.zeros(self.chunk, dtype=torch.float32, device=own.device)
-        if self._has_deferred:
-            self._pending.add_(own)
-        else:
+        if self._poison is None:
             self._pending.copy_(own)
+        else:
+            self._pending.add_(own)
 
     def start(self, grads: Tensor, async_op: bool) -> Works:
         self._latch(grads)
@@ -418,7 +417,7 @@ class CompressedReduceScatter(CompressedSum, ReduceScatter):
             return works
         self.sent_bytes, works = 0, ()
         if comm.world > 1:
-            if self._has_deferred and self._poison is not None:
+            if self._poison is not None:
                 for chunks in other_chunks(grads, self.flat.layout, -1):
                     # a NaN in every message tells every rank that deferred gradients were not finite
                     chunks.values[:, 0].add_(self._poison)
@@ -462,10 +461,10 @@ class CompressedReduceScatter(CompressedSum, ReduceScatter):
                 encoder.decode(mine, start, total)
             else:
                 total.copy_(mine)
-            if self._has_deferred and self._pending is not None:
+            if self._poison is not None and self._pending is not None:
                 total.add_(self._pending.narrow(0, start, total.numel()))
             yield start, total
-        self._has_deferred = False
+        self._poison = None
 
     def _own_chunk_of(self, grads: Tensor) -> Tensor:
         return self.context.comm.own_chunk(grads, self.flat.layout.uneven_chunks)
@@ -475,7 +474,7 @@ class CompressedReduceScatter(CompressedSum, ReduceScatter):
 
     @property
     def not_in_residual(self) -> Tensor | None:
-        pending = self._pending if self._has_deferred else None
+        pending = None if self._poison is None else self._pending
         if pending is not None and pending.is_cuda:  # the reduce stream, which allocated it, must not reuse it yet
             pending.record_stream(torch.cuda.current_stream(pending.device))
         if self.carried_over is None or pending is None:
@@ -484,7 +483,7 @@ class CompressedReduceScatter(CompressedSum, ReduceScatter):
 
     def reset(self) -> None:
         super().reset()
-        self._has_deferred = False
+        self._poison = None
 
     def unsent(self) -> Tensor:
         """Return what this rank has not sent yet to each rank, laid out like the gradients, fp32.
@@ -513,8 +512,7 @@ class CompressedReduceScatter(CompressedSum, ReduceScatter):
             offset = before = 0
             for peer, (chunk, count) in enumerate(zip(layout.chunks, counts, strict=True)):
                 if peer != rank:
-                    part = residual.span(before, 1, chunk).columns(start, start + count)
-                    sent[offset : offset + count] = part.load().view(-1)
+                    sent[offset : offset + count] = residual.span(before + start, 1, count).load()[0]
                     before, offset = before + chunk, offset + count
             for work in comm.exchange(
                 received.view(torch.uint8), sent.view(torch.uint8), async_op=False, sizes=[4 * each for each in counts]
@@ -553,6 +551,20 @@ class CodecEncoder(Encoder):
         if self.chunk:
             error_feedback.decode_differences(self.codec, self._received(), self.chunk, estimate, total, start)
 
+    def _encode(self, values: Tensor, messages: Tensor, ranks: range, feedback: Feedback) -> None:
+        """Encode ``values``, a row for the chunk of each of ``ranks``, into ``messages``."""
+        error_feedback.encode(
+            self.codec,
+            values,
+            messages,
+            counts=self._counts(ranks),
+            residual=feedback.residual,
+            recursion=feedback.recursion,
+            noise=feedback.noise if self.codec.rounds_randomly else None,
+        )
+        if feedback.error is not None and feedback.residual is not None:
+            feedback.error.observe(self.codec, messages, feedback.residual, values)
+
     @abstractmethod
     def _received(self) -> Tensor:
         """Return the messages [messages, bytes] that were exchanged."""
@@ -584,19 +596,9 @@ class ChunkMessages(CodecEncoder):
             first = chunks.ranks.start
             message = sent.narrow(0, offset, len(chunks.ranks) * self._sizes[first]).view(len(chunks.ranks), -1)
             offset += message.nbytes
-            place = self._layout.starts[first]
             kept = None if residual is None else residual.of(chunks)
-            error_feedback.encode(
-                self.codec,
-                chunks.values,
-                message,
-                counts=self._counts(chunks.ranks),
-                residual=kept,
-                recursion=feedback.recursion,
-                noise=noise._replace(first=place) if noise and self.codec.rounds_randomly else None,
-            )
-            if feedback.error is not None and kept is not None:
-                feedback.error.observe(self.codec, message, kept, chunks.values)
+            drawn = None if noise is None else noise._replace(first=self._layout.starts[first])
+            self._encode(chunks.values, message, chunks.ranks, feedback._replace(residual=kept, noise=drawn))
         if not self._layout.uneven_chunks:
             sent = sent.view(self._layout.world - 1, -1)
         return self.context.comm.exchange(self._received(), sent, async_op, self._sizes)

@@ -161,10 +161,6 @@ class CompressionSchedule(CompressionObserver):
         """Whether ``loss_scale`` is read from a ``GradScaler``."""
         return self._scaler is not None
 
-    def units(self, divisor_factor: float) -> float:
-        """Return the ratio of a sum over ranks to the mean gradient of an unscaled loss."""
-        return divisor_factor * self.loss_scale
-
     def adopt(self, compressed: ScheduledSum) -> None:
         """Make this the schedule of a compressed sum."""
         compressed.schedule = self
