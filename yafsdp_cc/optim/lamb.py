@@ -137,9 +137,9 @@ class OneBitLamb(OneBitAdam):
         learned: list[Tensor] = []
         for group, exact, encoded in self._split(self._parameters, phase):
             learned += [each for each in exact if self._is_encoded(each)]
-            for rule, job in [self._job_of_exact(group, each) for each in exact] + [
-                self._job_of_decoded(group, each) for each in encoded
-            ]:
+            for each in [*exact, *encoded]:
+                rule = self._begin_step(each, phase.encodes)
+                job = Job(each, group, self._row_of(group, each, rule))
                 summand, spec = summand_of(job.parameter, torch.float64), job.parameter.shard_spec
                 # The list is the same on all ranks, with or without elements of a parameter on this one: sums are in
                 # one order.
@@ -166,31 +166,32 @@ class OneBitLamb(OneBitAdam):
                 rows[id(parameter)] = Row(row.weights, row.moment, None, row.square, unbounded)
         return rows
 
-    def _job_of_exact(self, group: dict[str, Any], parameter: Tensor) -> tuple[LambRule, Job]:
-        """Return the job of LAMB's step (You et al., 2020); for encoded parameters after the warm-up, 1-bit LAMB's."""
-        state, encoded = self.state[parameter], self._is_encoded(parameter)
-        if encoded and self.steps > self.warmup_steps:
+    def _begin_step(self, parameter: Tensor, is_decoded: bool) -> LambRule:
+        """Count the step of a parameter; return the rule by which its gradient, decoded or exact, updates it."""
+        state, is_encoded = self.state[parameter], self._is_encoded(parameter)
+        state["step"] += 1
+        if is_encoded and is_decoded:
+            return LambRule.GRADIENT if self.form == "gradient" else LambRule.MOMENTUM
+        if is_encoded and self.steps > self.warmup_steps:
             self._update_variance([(parameter, grad_of(parameter))])
-            return self._job_of_decoded(group, parameter, LambRule.GRADIENT)
-        state["step"] += 1
-        if encoded:
+            return LambRule.GRADIENT
+        if is_encoded:
             state["variance_step"] += 1
-        step = float(state["step"])
-        settings = lamb_settings(group, 1.0, step, step)
-        return LambRule.EXACT, Job(parameter, group, _row_of(parameter, state, "exp_avg", None, settings))
+        return LambRule.EXACT
 
-    def _job_of_decoded(
-        self, group: dict[str, Any], parameter: Tensor, rule: LambRule | None = None
-    ) -> tuple[LambRule, Job]:
-        """Return the job of 1-bit LAMB's step (Li et al., 2021, algorithm 1)."""
+    def _row_of(self, group: dict[str, Any], parameter: Tensor, rule: LambRule) -> LambRow:
+        """Return the row of LAMB's step (You et al., 2020), or of 1-bit LAMB's (Li et al., 2021, algorithm 1)."""
         state = self.state[parameter]
-        state["step"] += 1
-        rule = rule or (LambRule.GRADIENT if self.form == "gradient" else LambRule.MOMENTUM)
-        # a parameter that was never trained waits for the next step, which brings an exact gradient
-        trust, seen = (float(state["trust"]) or 1.0) * float(state["factor"]), float(state["variance_step"])
-        settings = lamb_settings(group, trust, float(state["step"]), seen)
-        moment = "exp_avg_before" if rule is LambRule.MOMENTUM else "exp_avg"
-        return rule, Job(parameter, group, _row_of(parameter, state, moment, "exp_avg_sq_fresh", settings))
+        step, fresh = float(state["step"]), None
+        if rule is LambRule.EXACT:
+            settings = lamb_settings(group, 1.0, step, step)
+        else:
+            # a parameter that was never trained waits for the next step, which brings an exact gradient
+            trust, seen = (float(state["trust"]) or 1.0) * float(state["factor"]), float(state["variance_step"])
+            settings, fresh = lamb_settings(group, trust, step, seen), local_of(state["exp_avg_sq_fresh"])
+        moment = local_of(state["exp_avg_before" if rule is LambRule.MOMENTUM else "exp_avg"])
+        square = local_of(state["exp_avg_sq"])
+        return LambRow(local_of(parameter), local_of(parameter.grad), moment, square, fresh, settings)
 
     def _trust_of(self, parameter: Tensor, weight: float, update: float) -> float:
         """Return the trust ratio ‖x‖ / ‖update‖ from the squares, and add it to the parameter's average, if any."""
@@ -209,19 +210,6 @@ class OneBitLamb(OneBitAdam):
         share = min(1.0, math.sqrt(bare) / math.sqrt(update)) if update else 1.0
         last, bounded = float(state["factor"]), min(max(largest * share + 1 - share, _LEAST), _MOST)
         state["factor"].fill_(min(max(bounded, last * (1 - _CHANGE)), last * (1 + _CHANGE)))
-
-
-def _row_of(
-    parameter: Any, state: dict[str, Any], moment: str, fresh: str | None, settings: tuple[float, ...]
-) -> LambRow:
-    return LambRow(
-        local_of(parameter),
-        local_of(parameter.grad),
-        local_of(state[moment]),
-        local_of(state["exp_avg_sq"]),
-        None if fresh is None else local_of(state[fresh]),
-        settings,
-    )
 
 
 def _norms_of(jobs: Jobs) -> Iterator[list[float]]:
@@ -265,19 +253,19 @@ class LambRule(IntEnum):
 
 
 class LambRow(NamedTuple):
-    """Tensors of one parameter, this rank's elements (possibly none), all of one shape and device."""
+    """Tensors of one parameter, as in a ``Row``, with a second moment of its decoded gradients."""
 
     weights: Tensor
-    """Weights x, floating-point. Computed in fp32 at least, and rounded once."""
     gradient: Tensor
     """The gradient, or the decoded momentum; floating-point."""
     moment: Tensor
-    """First moment (that of the step before with ``MOMENTUM``), fp32 at least (``width_of``); updated in place."""
+    """First moment (that of the step before with ``MOMENTUM``), fp32 at least; updated in place."""
     square: Tensor
-    """Second moment, fp32 at least (``width_of``); updated in place with ``EXACT``."""
+    """Second moment, fp32 at least; updated in place with ``EXACT``."""
     fresh: Tensor | None
-    """Second moment of decoded gradients, fp32 at least (``width_of``); updated in place. None with ``EXACT``."""
+    """Second moment of decoded gradients, fp32 at least; updated in place. None with ``EXACT``."""
     settings: tuple[float, ...]
+    """Result of ``lamb_settings``."""
 
 
 def lamb_settings(group: dict[str, Any], trust: float, steps: float, seen: float) -> tuple[float, ...]:
