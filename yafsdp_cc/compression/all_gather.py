@@ -81,12 +81,12 @@ class Messages:
         """Return the bytes that ``rank`` sends when all others receive its message."""
         return (self._layout.world - 1) * self._sizes[rank]
 
-    def rows(self, messages: Tensor, weights: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Yield for ranks with equal chunks: a chunk's elements, messages [ranks, bytes], weights [ranks, elements]."""
+    def rows(self, messages: Tensor, weights: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield messages [ranks, bytes] and weights [ranks, elements] of ranks with equal chunks."""
         for run in self._layout.runs():
             first, last = self._layout.starts[run.start], self._layout.starts[run.stop]
             sent = messages[self._starts[run.start] : self._starts[run.stop]]
-            yield self._layout.chunks[run.start], sent.view(len(run), -1), weights[first:last].view(len(run), -1)
+            yield sent.view(len(run), -1), weights[first:last].view(len(run), -1)
 
 
 class RoundedAllGather(ExactAllGather):
@@ -127,7 +127,7 @@ class RoundedAllGather(ExactAllGather):
 
     def finish(self, output: Tensor, scratch: Tensor | None) -> None:
         if scratch is not None and self._rounds:
-            for _, messages, weights in self._messages.rows(scratch, output):
+            for messages, weights in self._messages.rows(scratch, output):
                 error_feedback.decode(self._codec, messages, weights)
 
 
@@ -249,8 +249,8 @@ class DeltaAllGather(ExactAllGather):
     def finish(self, output: Tensor, scratch: Tensor | None) -> None:
         if scratch is None or not self._sends_delta:
             return
-        for chunk, messages, weights in self._messages.rows(scratch, output):
-            for start, count, offset, size in self._parts(chunk):
+        for messages, weights in self._messages.rows(scratch, output):
+            for start, count, offset, size in self._parts(weights.shape[1]):
                 kept = weights.narrow(1, start, count)
                 decoded = self.context.scratch.take(_DIFFERENCE, kept.numel(), torch.float32).view(kept.shape)
                 error_feedback.decode(self._codec, messages.narrow(1, offset, size), decoded)

@@ -441,8 +441,7 @@ class TopK2Bit(Codec):
 
     def decode(self, message: Tensor, values: Tensor) -> None:
         means, places, bits = self._parts(message, values.shape[1])
-        kept = self.block // _KEPT_OF
-        codes = torch.cat([bits >> 2 * k & 3 for k in range(4)], -1)[..., :kept]
+        codes = joined_bits(bits, 2)[..., : self.block // _KEPT_OF]
         low, high = _LEVELS
         levels = torch.tensor([low, -low, high, -high], dtype=torch.float32, device=codes.device)
         blocks = self.blocks(values)

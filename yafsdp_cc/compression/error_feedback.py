@@ -522,12 +522,7 @@ def _load() -> str:
         torch.ops.load_library(LIBRARY)
     except OSError as error:
         return f"the native extension cannot be loaded ({error}); {_BUILD}"
-    missing = [name for name in OPERATORS if not hasattr(torch.ops.yafsdp_cc, name)]
-    if "encode" not in missing and "added" not in str(torch.ops.yafsdp_cc.encode.default._schema):
-        missing.append("encode with EF21")
-    if not hasattr(ctypes.CDLL(str(LIBRARY)), "yafsdp_cc_cuda_lacks"):
-        missing.append("yafsdp_cc_cuda_lacks")
-    if missing:
+    if missing := [name for name in OPERATORS if not hasattr(torch.ops.yafsdp_cc, name)]:
         return f"{LIBRARY} is of an older source, without {', '.join(missing)}; {_BUILD}"
     for name in OPERATORS:
         torch.library.register_fake(f"yafsdp_cc::{name}", lambda *_: None)  # these operators return nothing

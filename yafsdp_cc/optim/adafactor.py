@@ -110,8 +110,7 @@ class _Member:
         self.gradient = grad_of(parameter)
         if group["maximize"]:
             self.gradient = -self.gradient
-        self.is_matrix = len(self.spec.shape) > 1
-        self.block = _Block.of(self.spec) if self.is_matrix else None
+        self.block = _Block.of(self.spec) if len(self.spec.shape) > 1 else None
         eps = group["eps"][0]
         self.eps = torch.finfo(parameter.dtype).eps if eps is None else eps
 
@@ -121,13 +120,14 @@ class _Member:
         if self.block is not None:
             shape = self.spec.shape
             rows, columns = self.gradient.new_zeros(shape[:-1]), self.gradient.new_zeros((*shape[:-2], shape[-1]))
-            block = self.block.padded(self.gradient)
+            block, touched = self.block.padded(self.gradient), self.block.touched
+            of_rows, of_columns = (torch.linalg.vector_norm(block, dim=dim).square_() for dim in (-1, -2))
             if self.block.is_of_rows:
-                rows.view(-1)[self.block.touched] = torch.linalg.vector_norm(block, dim=1).square_()
-                columns.view(-1)[:] = torch.linalg.vector_norm(block, dim=0).square_()
+                rows.view(-1)[touched] = of_rows
+                columns.view(-1)[:] = of_columns
             else:
-                rows.view(-1, shape[-2])[self.block.touched] = torch.linalg.vector_norm(block, dim=2).square_()
-                columns.view(-1, shape[-1])[self.block.touched] = torch.linalg.vector_norm(block, dim=1).square_()
+                rows.view(-1, shape[-2])[touched] = of_rows
+                columns.view(-1, shape[-1])[touched] = of_columns
             parts += [self._in_whole(rows.unsqueeze(-1), -1), self._in_whole(columns.unsqueeze(-2), -2)]
         return torch.cat([part.reshape(-1) for part in parts])
 
@@ -155,7 +155,7 @@ class _Member:
         """Update the second moment by ``squares``, summed over all ranks."""
         self.state["step"] += 1
         taken = float(self.state["step"]) ** self.group["beta2_decay"]
-        if self.is_matrix:
+        if self.block is not None:
             row_var, col_var = self.state["row_var"], self.state["col_var"]
             rows, columns = squares[1:].split([row_var.numel(), col_var.numel()])
             row_var.lerp_(rows.view_as(row_var) / self.spec.global_shape[-1], taken)

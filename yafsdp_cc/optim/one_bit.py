@@ -339,10 +339,9 @@ class OneBitOptimizer(Optimizer):
 
     @property
     def decay(self) -> tuple[float, float]:
-        """(beta, share): decay of the momentum in residuals, and the share of a gradient that enters it.
+        """The schedule's ``beta`` and ``share``; (0, 1) in the gradient form, in which residuals are no momentum.
 
-        The share is 1 - beta for an average and 1 for a sum; the gradient form, which has no such momentum, returns (0,
-        1). Read before each forward, as a scheduler or a loaded state may change it.
+        Read before each forward, as a scheduler or a loaded state may change it.
         """
         if self.form == "gradient":
             return 0.0, 1.0
