@@ -42,7 +42,6 @@ class CompressedAllReduce(CompressedSum, AllReduce):
     """Sums partial sums [chunk] over replicas by encoded messages, with error feedback on every rank."""
 
     _exact: ExactAllReduce
-    _rows = 1
 
     def __init__(self, flat: SummedBuffer, schedule: CompressionSchedule, codec: str) -> None:
         self._residual_shape = (1, flat.layout.chunks[flat.rank])

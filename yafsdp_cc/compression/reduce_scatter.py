@@ -86,8 +86,6 @@ class CompressedSum(Collective):
     feeds_back = True
     _exact: Collective
     """Collective that sums the same buffer exactly, in phases that do not encode."""
-    _rows: int
-    """Number of messages that have a residual each."""
     _residual_shape: tuple[int, int]
     """Shape of the residual's values: messages, and elements of each."""
 
@@ -161,7 +159,7 @@ class CompressedSum(Collective):
         config = self.schedule.config
         if self.residual is None and (dtype := config.residual_dtype) is not None:
             self.residual = Residual.zeros(*self._residual_shape, dtype, config.block, self.flat.device)
-            if config.sends_differences and self._rows:
+            if config.sends_differences and self.senders:
                 self.estimate = torch.zeros(self.chunk, dtype=torch.float32, device=self.flat.device)
 
     @torch.inference_mode(False)
@@ -177,7 +175,7 @@ class CompressedSum(Collective):
         self.codec_name = codec
         if codec == EXACT:
             self._exact.bind(self.context)
-            if self.residual is not None and self._rows and self.estimate is None:
+            if self.residual is not None and self.senders and self.estimate is None:
                 received = self._hand_over(self.residual)
                 self.carried_over = received if self.carried_over is None else self.carried_over.add_(received)
             self._encoder = self.residual = self.estimate = None
@@ -344,9 +342,8 @@ class CompressedReduceScatter(CompressedSum, ReduceScatter):
     def __init__(self, flat: SummedBuffer, schedule: CompressionSchedule, codec: str) -> None:
         layout = flat.layout
         self._exact = ExactReduceScatter(layout.numel, flat.reduce_dtype, chunks=layout.uneven_chunks)
-        self._rows = layout.world - 1
         others = layout.numel - layout.chunks[flat.rank]
-        self._residual_shape = (1, others) if layout.uneven_chunks else (self._rows, layout.chunks[0])
+        self._residual_shape = (1, others) if layout.uneven_chunks else (layout.world - 1, layout.chunks[0])
         self._pending: Tensor | None = None
         """Deferred gradients of this rank's own chunk, [chunk] fp32; meaningless while none are deferred."""
         self._poison: Tensor | None = None
@@ -363,8 +360,8 @@ class CompressedReduceScatter(CompressedSum, ReduceScatter):
         if self.schedule.may_be_exact and context.comm.reduces_in_place:
             context.scratch.reserve(_OWN, self.chunk * self.flat.reduce_dtype.itemsize)
         if self.is_tuned:
-            context.scratch.reserve(SENT, self._rows * self.message_room)
-            context.scratch.reserve(RECEIVED, self._rows * self.message_room)
+            context.scratch.reserve(SENT, self.senders * self.message_room)
+            context.scratch.reserve(RECEIVED, self.senders * self.message_room)
 
     @property
     def message_room(self) -> int:
@@ -474,12 +471,12 @@ class CompressedReduceScatter(CompressedSum, ReduceScatter):
 
     @property
     def not_in_residual(self) -> Tensor | None:
-        pending = None if self._poison is None else self._pending
-        if pending is not None and pending.is_cuda:  # the reduce stream, which allocated it, must not reuse it yet
+        pending = self._pending
+        if self._poison is None or pending is None:
+            return self.carried_over
+        if pending.is_cuda:  # the reduce stream, which allocated it, must not reuse it yet
             pending.record_stream(torch.cuda.current_stream(pending.device))
-        if self.carried_over is None or pending is None:
-            return self.carried_over if pending is None else pending
-        return pending + self.carried_over
+        return pending if self.carried_over is None else pending + self.carried_over
 
     def reset(self) -> None:
         super().reset()
@@ -504,11 +501,11 @@ class CompressedReduceScatter(CompressedSum, ReduceScatter):
         comm, scratch, block = self.context.comm, self.context.scratch, residual.block
         room = self.message_room // 4 // block * block
         for buffer in (SENT, RECEIVED):
-            scratch.reserve(buffer, self._rows * 4 * room)
+            scratch.reserve(buffer, self.senders * 4 * room)
         for start in range(0, max(layout.chunks), room):
             counts = [min(max(chunk - start, 0), room) for chunk in layout.chunks]
             sent = scratch.take(SENT, sum(counts) - counts[rank], torch.float32)
-            received = scratch.take(RECEIVED, self._rows * counts[rank], torch.float32)
+            received = scratch.take(RECEIVED, self.senders * counts[rank], torch.float32)
             offset = before = 0
             for peer, (chunk, count) in enumerate(zip(layout.chunks, counts, strict=True)):
                 if peer != rank:
@@ -518,7 +515,7 @@ class CompressedReduceScatter(CompressedSum, ReduceScatter):
                 received.view(torch.uint8), sent.view(torch.uint8), async_op=False, sizes=[4 * each for each in counts]
             ):
                 work.wait()
-            for row in received.view(self._rows, counts[rank]):
+            for row in received.view(self.senders, counts[rank]):
                 total[start : start + counts[rank]].add_(row)
         return total
 
