@@ -596,8 +596,6 @@ class ChunkMessages(CodecEncoder):
             kept = None if residual is None else residual.of(chunks)
             drawn = None if noise is None else noise._replace(first=self._layout.starts[first])
             self._encode(chunks.values, message, chunks.ranks, feedback._replace(residual=kept, noise=drawn))
-        if not self._layout.uneven_chunks:
-            sent = sent.view(self._layout.world - 1, -1)
         return self.context.comm.exchange(self._received(), sent, async_op, self._sizes)
 
     def decode(self, own: Tensor | None, start: int, total: Tensor) -> None:
