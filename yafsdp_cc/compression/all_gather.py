@@ -160,12 +160,7 @@ class DeltaAllGather(ExactAllGather):
         self._resumed: tuple[Tensor, int] | None = None
         """Kept weights of a checkpoint [chunk] and their version, gathered before the next delta; else None."""
         self._sends_delta = False
-        layout, rank = flat.layout, flat.rank
-        begin, chunk = layout.starts[rank], layout.chunks[rank]
-        spans = ((max(first - begin, 0), last - begin) for first, last in layout.gaps)
-        self._gaps = [(first, min(last, chunk)) for first, last in spans if first < min(last, chunk)]
-        """Ranges of padding within this rank's chunk, where the encoded difference is zero."""
-        self._counts = counts_of(layout, codec.block, flat.device, range(rank, rank + 1))
+        self._counts = counts_of(flat.layout, codec.block, flat.device, range(flat.rank, flat.rank + 1))
 
     def bind(self, context: CommContext) -> None:
         super().bind(context)
@@ -232,9 +227,10 @@ class DeltaAllGather(ExactAllGather):
             difference = room.take(_DIFFERENCE, count, torch.float32)
             self.flat.read(difference, start)
             difference.sub_(self._in_fp32(kept.narrow(0, start, count)))
-            for first, last in self._gaps:
-                if first < start + count and last > start:
-                    difference[max(first - start, 0) : last - start].zero_()
+            place = self.flat.layout.starts[self.flat.rank] + start
+            for first, last in self.flat.layout.gaps:
+                if first < place + count and last > place:
+                    difference[max(first - place, 0) : last - place].zero_()
             counts = None if self._counts is None else self._counts.narrow(1, start // block, count // block)
             part = message.narrow(0, offset, size).unsqueeze(0)
             error_feedback.encode(self._codec, difference.unsqueeze(0), part, counts=counts)

@@ -264,13 +264,12 @@ class OneBitOptimizer(Optimizer):
         buffer: the next forward finds the weights on their way.
         """
         left = {id(parameter): parameter for parameter in self._parameters}
-        params = [_fsdp_param(parameter) for parameter in self._parameters]
         taken: set[int] = set()
-        states = [*dict.fromkeys(engine_of(param) for param in params if param is not None)]
+        engines = (engine_of(param) for param in map(_fsdp_param, self._parameters) if param is not None)
+        states = dict.fromkeys(state for state in engines if state is not None)
         # before the first group's step: a subclass may change the weights of all groups in it
-        before = {flat: flat.version for state in states if state is not None for flat in state.flats}
+        before = {flat: flat.version for state in states for flat in state.flats}
         for state in states:
-            assert state is not None
             # a forward enters the root's own group first, which is the last in module order
             for group in sorted(state.groups, key=lambda group: group is not state.root_group):
                 own = [id(param.parameter) for param in group.params]
