@@ -2,6 +2,7 @@
 
 # DDP compares the hook's annotations with types: postponed annotations, which are strings, would be refused.
 
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -70,10 +71,8 @@ def encoded_mean(state: CompressionHookState, bucket: GradBucket) -> torch.futur
             if key not in state.sums:
                 for stale in [other for other in state.sums if not set(other).isdisjoint(key)]:
                     del state.sums[stale]
-            places, start = [], 0
-            for parameter in parameters:
-                places.append((start, parameter.shape))
-                start += parameter.numel()
+            starts = accumulate((each.numel() for each in parameters), initial=0)
+            places = [(start, each.shape) for start, each in zip(starts, parameters, strict=False)]
             state.all_reduce_mean(total, state.group, f"ddp/{index}/{total.numel()}", key, places)
         # for CUDA this records an event on the side stream, which DDP waits for at the end of the backward
         future.set_result(total)

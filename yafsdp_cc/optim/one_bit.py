@@ -384,14 +384,14 @@ class OneBitOptimizer(Optimizer):
 
     def _check_compression(self, schedule: CompressionSchedule, state: FSDPState, beta: float) -> None:
         config, name = schedule.config, type(self).__name__
-        if schedule.controller is not None and schedule.controller() is not None:
+        if schedule.controller is not None:
             gc.collect()  # frees a deleted optimizer, which forms a reference cycle with its scheduler
-        if schedule.controller is not None and (other := schedule.controller()) is not None:
-            raise ValueError(
-                f"the model has a {type(other).__name__} already, which sets when its gradients are encoded, and a "
-                f"second optimizer would take that from it: give one all parameters. To replace it by this {name}, "
-                "delete it first, and what refers to it (del optimizer, scheduler)"
-            )
+            if (other := schedule.controller()) is not None:
+                raise ValueError(
+                    f"the model has a {type(other).__name__} already, which sets when its gradients are encoded, and a "
+                    f"second optimizer would take that from it: give one all parameters. To replace it by this {name}, "
+                    "delete it first, and what refers to it (del optimizer, scheduler)"
+                )
         if AUTO in config.named:
             raise ValueError(
                 f"{name} sets when sums are encoded, and with compression='auto' the speed of the network does: name a "
