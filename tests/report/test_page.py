@@ -364,7 +364,8 @@ def test_ranks_run_under_nsys(
 
 def profile_by_nsys() -> None:
     torch.cuda.is_available = lambda: True
-    assert cli.main(["profile", "--tool", "nsys", "--nproc-per-node=2", "train.py", "--steps", "9"]) == 0
+    flags = ["--tool", "nsys", "--nproc-per-node=2", "--local-ranks-filter=0,1"]
+    assert cli.main(["profile", *flags, "train.py", "--steps", "9"]) == 0
 
 
 @pytest.mark.parametrize("steps", ["3", "0:2", "5:4", "a:b"])
