@@ -10,6 +10,7 @@ import os
 import random
 import re
 import shutil
+import threading
 from collections import namedtuple
 from functools import partial
 from pathlib import Path
@@ -285,6 +286,26 @@ def test_a_snapshot_is_written_over_the_one_before_the_last(tmp_path: Path) -> N
     assert sorted(snapshots(tmp_path)) == [6, 8]
     assert files_of(8) == before
     assert len(before) == 2  # its own, and the copy of the other node's
+
+
+def test_a_learning_rate_in_a_tensor_is_that_of_the_snapshot(tmp_path: Path) -> None:
+    def body() -> float:
+        os.environ[MEMORY] = str(tmp_path)
+        model = yafsdp_cc.shard(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.5))
+        rescue = yafsdp_cc.Rescue(model, optimizer, every=1)
+        began, found = rescue.restore(), optimizer.param_groups[0]["lr"].item()
+        if not began:
+            written, write = threading.Event(), rescue._write
+            rescue._write = lambda *given: (written.wait(), write(*given))  # type: ignore[method-assign]  # a slow memory
+            rescue.step()
+            optimizer.param_groups[0]["lr"].fill_(0.25)  # as a scheduler does
+            written.set()
+            rescue._wait()
+        return float(found)
+
+    on_ranks(2, body)
+    assert on_ranks(2, body) == [0.5, 0.5]
 
 
 def test_close_removes_what_a_run_has_in_memory(tmp_path: Path) -> None:
