@@ -18,6 +18,7 @@ from tests import ranks
 from tests.soak import SOAK
 
 torch.set_num_threads(1)  # threads that an operation has started here would not be there in a forked rank
+gc.disable()  # until all files are collected: what they import stays
 
 _PARENT, _run_backward = os.getpid(), torch.autograd.graph._engine_run_backward
 
@@ -104,6 +105,7 @@ def _place(file: str, tests: Counter[str]) -> tuple[int, int, str]:
 
 def pytest_collection_finish() -> None:
     """Hide from the garbage collector what stays for good: looking at all modules takes longer than many a test."""
+    gc.enable()
     gc.collect()
     gc.freeze()
     if sys.platform == "linux":

@@ -85,7 +85,7 @@ def loss_of_small(model: nn.Module) -> Tensor:
 def tracked_peak(checkpointed: int) -> int:
     """Return the bytes at the peak of a step whose first blocks are checkpointed by torch."""
     with FakeTensorMode():
-        model, tracker = GPT(width=96, depth=6, heads=3), MemTracker()
+        model, tracker = GPT(width=96, depth=4, heads=3), MemTracker()
         for block in model.blocks[:checkpointed]:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
         tracker.track_external(model)
@@ -100,9 +100,9 @@ def tracked_peak(checkpointed: int) -> int:
 
 @ranks(1)
 def test_activations_are_what_torch_tracks_in_all_of_a_checkpointed_model() -> None:
-    found = probe(Subject(lambda: GPT(width=96, depth=6, heads=3), loss_of_small), MixedPrecisionPolicy())
-    assert len(found.blocks) == 6
-    for checkpointed in (0, 2, 5, 6):
+    found = probe(Subject(lambda: GPT(width=96, depth=4, heads=3), loss_of_small), MixedPrecisionPolicy())
+    assert len(found.blocks) == 4
+    for checkpointed in (0, 1, 3, 4):
         tracked = tracked_peak(checkpointed)
         assert abs(found.activations.peak(checkpointed) / tracked - 1) < 0.01, (
             checkpointed,

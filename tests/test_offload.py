@@ -178,7 +178,7 @@ def run(program: Callable[..., None], kind: type[nn.Module], policy: MixedPrecis
     set_staging_bytes(1 << 10)
     torch.manual_seed(0)
     with streams() as watched:
-        model: Any = yafsdp_cc.shard(kind(6), mp_policy=policy, offload_policy=OFFLOADED)
+        model: Any = yafsdp_cc.shard(kind(4), mp_policy=policy, offload_policy=OFFLOADED)
         optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
         cut = watched.blocks
         program(model, optimizer, torch.randn(4, WIDTH))

@@ -8,9 +8,7 @@ import os
 import re
 import runpy
 import signal
-import subprocess
 import sys
-import uuid
 from pathlib import Path
 
 import pytest
@@ -19,21 +17,13 @@ from torch import nn
 
 import yafsdp_cc
 from tests.checkpoint.jobs import in_a_process
-from tests.cli.command import ROOT
+from tests.cli.command import ROOT, children_of, forking, started, wait_for_line
 from tests.internals import break_exchange_of_folders
 from tests.ranks import RankError, on_ranks
 from tests.soak import LONG
 
 EXAMPLE = ROOT / "docs" / "examples" / "checkpoint.py"
 LINE = re.compile(r"step (\d+) loss (\S+)")
-
-
-def launched(folder: Path, steps: int, mark: str) -> subprocess.Popen[str]:
-    command = ["-m", "yafsdp_cc", "launch", "--standalone", "--nproc-per-node=2", str(EXAMPLE)]
-    command += [f"--folder={folder}", f"--steps={steps}", "--save-every=20"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MARK": mark}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen([sys.executable, *command], env=environment, cwd=folder.parent, text=True, **pipes)
 
 
 def finished(folder: Path, steps: int) -> str:
@@ -48,38 +38,21 @@ def _run(folder: Path, steps: int) -> str:
     return printed.getvalue()
 
 
-def kill_all(mark: str) -> int:
-    """SIGKILL every process that carries ``mark``, ranks before their launcher; how many were ranks."""
-    ranks, others = [], []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            environment = (folder / "environ").read_bytes().split(b"\0")
-        except OSError:
-            continue  # gone meanwhile, or not ours
-        if f"MARK={mark}".encode() in environment:
-            is_rank = any(each.startswith(b"RANK=") for each in environment)
-            (ranks if is_rank else others).append(int(folder.name))
-    for process in ranks + others:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process, signal.SIGKILL)
-    return len(ranks)
-
-
 def losses(out: str) -> dict[int, str]:
     return {int(step): loss for step, loss in LINE.findall(out)}
 
 
 def killed(folder: Path) -> str:
-    """What a run without an end printed until it was killed, somewhere after its first save."""
-    mark = str(uuid.uuid4())
-    process = launched(folder, steps=10**9, mark=mark)
-    out = ""
-    for line in process.stdout:
-        out += line
-        if "step 30 " in line:
-            break
-    assert kill_all(mark) == 2
-    return out + process.communicate()[0]
+    """What a run without an end printed until it was killed, somewhere after its first save, ranks before their
+    launcher."""
+    job = ("launch", "--standalone", "--nproc-per-node=2", EXAMPLE, f"--folder={folder}", "--steps=1000000000")
+    with started(*job, "--save-every=20", folder=folder.parent, main=forking) as process:
+        out = wait_for_line(process, "step 30 ")
+        ranks = children_of(process.pid)
+        for each in (*ranks, process.pid):
+            os.kill(each, signal.SIGKILL)
+        assert len(ranks) == 2
+        return out + process.communicate()[0]
 
 
 def test_killed_and_run_again_the_losses_are_the_same_bit_for_bit(tmp_path):
@@ -133,39 +106,43 @@ def killed_at(event, exchanges, path):
 
 
 def found(path):
-    """The step at ``path``, which is complete; offset, for an exit status that nothing else has."""
+    """The step at ``path``, which is complete."""
     model = net(0.0)
     step = yafsdp_cc.load(path, model)["step"]
     assert all((p == step).all() for p in model.parameters())
-    return 100 + step
+    return step
 
 
-def refused(path):
-    """A folder that is half written, given to ``load`` by name."""
-    with pytest.raises(ValueError, match=r"/new is a save that never finished .* load an earlier"):
-        yafsdp_cc.load(path, net(0.0))
-    return 42
+def half_written_in(folder):
+    """Folders that a save has begun to write."""
+    unfinished = folder.glob("checkpoint.saving-*/new")
+    return [each for each in unfinished if list(each.glob("*.distcp")) and not (each / ".metadata").exists()]
 
 
-def saved_again(path):
+def gone_on(path):
+    """The step at ``path``, and ten for a half written folder, which is refused; offset, for an exit status that
+    nothing else has. The next save removes what the killed one has left."""
+    step, unfinished = found(path), half_written_in(path.parent)
+    for each in unfinished:
+        with pytest.raises(ValueError, match=r"/new is a save that never finished .* load an earlier"):
+            yafsdp_cc.load(each, net(0.0))
     yafsdp_cc.save(path, net(3.0), step=3)
     assert [each.name for each in path.parent.iterdir()] == [path.name]
-    return found(path)
+    assert found(path) == 3
+    return 100 + 10 * len(unfinished) + step
 
 
 @pytest.mark.parametrize("exchanges", [True, False])
 def test_a_kill_at_any_moment_of_a_save_leaves_a_checkpoint(exchanges, tmp_path):
-    steps, half_written = [], 0
+    steps, half_written = [], False
     for event in range(1, 100):
         path = tmp_path / str(event) / "checkpoint"
         if (status := in_a_process(killed_at, event, exchanges, path)) == 0:
             break  # it has fewer
         assert status == -signal.SIGKILL
-        steps.append(in_a_process(found, path) - 100)
-        for unfinished in path.parent.glob("checkpoint.saving-*/new"):
-            if list(unfinished.glob("*.distcp")) and not (unfinished / ".metadata").exists():
-                half_written += in_a_process(refused, unfinished) == 42
-        assert in_a_process(saved_again, path) == 103
+        refused, step = divmod(in_a_process(gone_on, path) - 100, 10)
+        half_written |= refused > 0
+        steps.append(step)
     assert half_written
     assert len(steps) > 8
     assert steps == sorted(steps)
@@ -185,7 +162,7 @@ def killed_between_writing_and_commit(path):
 
 
 def found_1(path):
-    assert found(path) == 101
+    assert found(path) == 1
 
 
 def test_another_rank_killed_while_it_writes(tmp_path):

@@ -145,7 +145,7 @@ def run(
     if replicates:
         options["mesh"] = replicas_of(dist.get_world_size())
     with streams() as watched:
-        model: Any = yafsdp_cc.shard(kind(6), mp_policy=policy, separate_reduce_group=apart, **options)
+        model: Any = yafsdp_cc.shard(kind(4), mp_policy=policy, separate_reduce_group=apart, **options)
         optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
         program(model, optimizer, torch.randn(4, WIDTH))
     assert dist.is_initialized()
