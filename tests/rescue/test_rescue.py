@@ -277,15 +277,28 @@ def test_a_first_start_says_nothing(tmp_path: Path, capfd: pytest.CaptureFixture
 
 
 def test_a_snapshot_is_written_over_the_one_before_the_last(tmp_path: Path) -> None:
-    def files_of(step: int) -> dict[str, int]:
-        return {each.name: each.stat().st_ino for each in snapshots(tmp_path)[step].glob("*.distcp")}
+    def body() -> None:
+        folder = tmp_path / f"node-{dist.get_rank()}"
+        os.environ[MEMORY] = str(folder)
+        model = yafsdp_cc.shard(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)))
+        rescue = yafsdp_cc.Rescue(model, every=1)
+        rescue.restore()
+        found: list[dict[str, int]] = []
+        for _ in range(4):
+            rescue.step()
+            rescue._wait()
+            dist.barrier()  # the other node has the table of contents, too
+            newest = snapshots(tmp_path, dist.get_rank())[len(found) + 1]
+            found.append({each.name: each.stat().st_ino for each in newest.glob("*.distcp")})
+        assert found[:2] == found[2:]
+        assert len(found[0]) == 2  # its own, and the copy of the other node's
 
-    on_ranks(2, train, tmp_path, 4, "exact", 2)
-    before = files_of(4)
-    on_ranks(2, train, tmp_path, 9, "exact", 2)
-    assert sorted(snapshots(tmp_path)) == [6, 8]
-    assert files_of(8) == before
-    assert len(before) == 2  # its own, and the copy of the other node's
+    on_ranks(2, body)
+
+
+def test_files_that_a_restore_has_fetched_are_in_no_later_snapshot(tmp_path: Path) -> None:
+    for steps, began in ((4, 0), (9, 4), (15, 8), (15, 14)):  # rank 2 fetches rank 0's part, of which it has no copy
+        assert [each["began"] for each in on_ranks(3, train, tmp_path, steps, "exact", 3)] == [began] * 3
 
 
 def test_a_learning_rate_in_a_tensor_is_that_of_the_snapshot(tmp_path: Path) -> None:

@@ -67,7 +67,9 @@ class CompressedAllReduce(CompressedSum, AllReduce):
             self.sent_bytes = self._exact.sent_bytes
             return works
         if self._keeps_exact:
-            self._exact_total = total.to(torch.float32, copy=True)
+            assert self.exact_mean is not None
+            in_place = not self._adds_exact
+            self._exact_total = self.exact_mean.copy_(total) if in_place else total.to(torch.float32, copy=True)
         works = encoder.start(total, self._feedback(), async_op)
         self.sent_bytes = encoder.sent_bytes()
         if self._exact_total is not None:

@@ -243,8 +243,10 @@ class Overlap(ReplicaSync):
             self._steps += 1
         self._show(step, self._join_halves(step))
         _set_settings(optimizer, step.settings)
-        _step_on(optimizer, members)
-        _set_settings(optimizer, settings)
+        try:
+            _step_on(optimizer, members)
+        finally:
+            _set_settings(optimizer, settings)
         for parameter, grad in zip(members, shown, strict=True):
             parameter.grad = grad
 

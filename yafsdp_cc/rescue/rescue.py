@@ -119,7 +119,7 @@ class Rescue:
                 raise ValueError(f"Rescue keeps something of its own as '{name}': choose another name")
             if isinstance(each, torch.Generator):
                 self._states[name] = each.get_state, each.set_state
-            elif hasattr(each, "load_state_dict"):
+            elif hasattr(each, "state_dict") and hasattr(each, "load_state_dict"):
                 self._states[name] = each.state_dict, each.load_state_dict
             else:
                 raise TypeError(f"{name} is a {type(each).__name__}, which has no state_dict() and load_state_dict()")
@@ -364,13 +364,17 @@ class Rescue:
         return [each.parent.name for each in self._folder.glob(f"step-*/{METADATA}")]
 
     def _begin_folder(self, new: Path) -> None:
-        """Make the folder of a new snapshot: that of the one before the last, whose files are written over in place."""
-        whole = sorted(self._whole_snapshots(), key=_step_of)
-        self._remove_all_but(*whole[-2:])
-        if len(whole) > 1:
-            old = self._folder / whole[-2]
-            (old / METADATA).unlink()
-            old.rename(new)
+        """Make the folder of a new snapshot: that of the one before the last, whose files are written over in place.
+
+        A snapshot of an earlier start of the ranks is removed: its folder may hold files that ``restore`` has fetched,
+        which this node would not write over.
+        """
+        *_, before, last = ["", "", *sorted(self._whole_snapshots(), key=_step_of)]
+        old = before if before.endswith(f".{self._life}") else ""
+        self._remove_all_but(old, last)
+        if old:
+            (self._folder / old / METADATA).unlink()
+            (self._folder / old).rename(new)
         else:
             new.mkdir()
 

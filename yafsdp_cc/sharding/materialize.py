@@ -55,11 +55,12 @@ def place_buffers(
     Raises:
         ValueError: a module with a buffer on the meta device has no way to initialise it.
     """
+    move_buffers(model, device)  # first: what initialises a module may read buffers of another
     for path, module in model.named_modules():
         names = [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
         if names:
             _fill(module, f"{path}.{names[0]}" if path else names[0], path, model, device, initialize)
-    move_buffers(model, device)
+    move_buffers(model, device)  # also those that it has made
     return list(model.buffers())
 
 

@@ -15,10 +15,11 @@ import signal
 import subprocess
 import sys
 import threading
+import traceback
 from contextlib import suppress
 from multiprocessing import forkserver, reduction
 from multiprocessing.connection import Connection
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch.distributed.elastic.multiprocessing import api
@@ -85,29 +86,41 @@ class _Descriptor:
         return operator.methodcaller("detach"), (reduction.DupFd(self._number),)
 
 
-def _be_rank(environment: dict[str, str], arguments: list[str], outputs: list[int], begins: Connection) -> None:
-    """Run the runner in a fork as ``python -m`` would; the exit status is then that of ``multiprocessing.Process``."""
+def _be_rank(environment: dict[str, str], arguments: list[str], outputs: list[int], begins: Connection) -> NoReturn:
+    """Run the runner in a fork as ``python -m`` would, and end as the interpreter does."""
     from yafsdp_cc.tools.cli import runner
 
-    os.setsid()
-    begins.send_bytes(b"begun")
-    begins.close()
-    for number, descriptor in enumerate(outputs, start=1):
-        os.dup2(descriptor, number)
-        os.close(descriptor)
-    for stream in (sys.stdout, sys.stderr):
-        cast("io.TextIOWrapper", stream).reconfigure(write_through=True)  # as by python -u
-    multiprocessing.set_start_method(None, force=True)  # reset: the script may set a start method
-    with suppress(KeyError, ValueError):
-        torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))  # OpenMP read the variable when it was loaded
-    random.seed()
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed()
-    os.environ.clear()
-    os.environ.update(environment)
-    sys.argv = [runner.__file__, *arguments]
+    status = 1
     try:
+        os.setsid()
+        begins.send_bytes(b"begun")
+        begins.close()
+        for number, descriptor in enumerate(outputs, start=1):
+            os.dup2(descriptor, number)
+            os.close(descriptor)
+        for stream in (sys.stdout, sys.stderr):
+            cast("io.TextIOWrapper", stream).reconfigure(write_through=True)  # as by python -u
+        multiprocessing.set_start_method(None, force=True)  # reset: the script may set a start method
+        with suppress(KeyError, ValueError):
+            torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))  # OpenMP read the variable when it was loaded
+        random.seed()
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed()
+        os.environ.clear()
+        os.environ.update(environment)
+        sys.argv = [runner.__file__, *arguments]
         runner.main()
-    finally:  # as the interpreter ends: ``multiprocessing`` calls no function that is registered with ``atexit``
+        status = 0
+    except SystemExit as leave:
+        if leave.code is not None and not isinstance(leave.code, int):
+            print(leave.code, file=sys.stderr)
+        status = leave.code & 0xFF if isinstance(leave.code, int) else int(leave.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
+        with suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(status)
