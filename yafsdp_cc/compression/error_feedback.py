@@ -459,7 +459,7 @@ def other_chunks(buffer: Tensor, layout: Layout, rank: int) -> list[PeerChunks]:
     """
     block = layout.numel // max(buffer.numel(), 1)
     found = []
-    for run in layout.runs(without=rank):
+    for run in layout.known_runs.get(rank) or layout.runs(without=rank):
         first, last = layout.starts[run.start] // block, layout.starts[run.stop] // block
         before = first - (layout.chunks[rank] // block if run.start > rank else 0)
         found.append(PeerChunks(run, buffer[first:last].view(len(run), -1), before))

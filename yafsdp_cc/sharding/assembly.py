@@ -41,8 +41,8 @@ from yafsdp_cc.sharding.units import ROOT, TAKE_TURNS
 from yafsdp_cc.sharding.watch import watch
 from yafsdp_cc.tensor.dtensor import engines, sharded_as
 from yafsdp_cc.tensor.loading import take_back
-from yafsdp_cc.tensor.module_parameters import StayUnsharded
 from yafsdp_cc.tensor.reductions import fingerprints
+from yafsdp_cc.tensor.unsharded import StayUnsharded
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -1,0 +1,121 @@
+"""Unsharded weights outside of forwards: between ``unshard()`` and ``reshard()``, and as FSDP2's modules show them.
+
+After a forward that does not reshard, FSDP2's modules show unsharded weights until the backward. So do modules of this
+package's ``fully_shard``, as attributes and in ``parameters()``, after a forward with a graph; a forward under
+``torch.no_grad()`` leaves nothing behind. The backward, ``reshard()``, ``state_dict()`` and ``load_state_dict()`` show
+the sharded parameters again, for optimizers, clipping and checkpoints.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from yafsdp_cc.engine.protocols import Observer
+from yafsdp_cc.engine.state import engine_of
+from yafsdp_cc.tensor.dtensor import mark_unsharded
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from yafsdp_cc.engine.param import FSDPParam
+    from yafsdp_cc.engine.param_group import ParamGroup
+    from yafsdp_cc.engine.spec import ParamGroupSpec
+    from yafsdp_cc.engine.state import FSDPState
+
+
+def unshard_until_reshard(group: ParamGroup, *, elsewhere: bool = True) -> None:
+    """Gather the weights of ``group`` and hold them until ``release_held``.
+
+    Args:
+        group: its attribute ``held`` gets the weights.
+        elsewhere: whether to avoid a buffer that other groups need.
+    """
+    if group.held is not None and group.is_in(group.held.buffer):
+        return
+    group.release_held()
+    group.context.gather_stream.wait_for_caller()  # the caller may just have written to the shard
+    others = [each.unsharded.buffer for each in group.context.groups if each is not group]
+    group.held = group.use(group.overflow() if elsewhere and group.unsharded.buffer in others else group.unsharded)
+
+
+def register_until_reshard(state: FSDPState, spec: ParamGroupSpec, group: ParamGroup | None) -> None:
+    """Show to the modules the weights that ``group`` holds, and the replicated ones of ``spec``.
+
+    Args:
+        group: None where all parameters of ``spec`` are replicated.
+    """
+    if group is not None and group.held is not None and not group.registers_held:
+        unshard_until_reshard(group)  # gather again if the weights have changed
+        group.registers_held = True
+        group.context.wait(group.held.buffer.handle)
+        group.register_unsharded(group.leaves(group.held))
+    state.replicated.refresh()
+    state.wait_for_transfers()
+    replicated: Sequence[FSDPParam] = () if group is None else group.replicated
+    # the root group's modules are the whole model, so show the replicated parameters of all units
+    if group is None or group is state.root_group:
+        replicated = [param for flat in spec.replicated for param in flat.params]
+    state.replicated.register_unsharded(replicated)
+    for param in (*(() if group is None else group.params), *replicated):
+        module, attribute = param.sites[0]
+        mark_unsharded(module.__dict__[attribute], param.spec)
+
+
+class StayUnsharded(Observer):
+    """Observer that shows unsharded weights to modules that do not reshard, after a forward with a graph."""
+
+    def __init__(self, state: FSDPState) -> None:
+        self._state: FSDPState = weakref.proxy(state)  # the engine refers to its observers: no reference cycle
+
+    def after_forward(self) -> None:
+        state = self._state
+        groups: dict[ParamGroupSpec, ParamGroup | None] = {group.spec: group for group in state.order}
+        own = state.specs[-1]
+        if own.modules == (state.called,):
+            groups.setdefault(own, state.root_group)
+        for spec, group in groups.items():
+            stays = spec.settings.stays_unsharded
+            if spec.modules == (state.model,) if stays is None else stays:
+                if group is not None:
+                    unshard_until_reshard(group)
+                register_until_reshard(state, spec, group)
+
+
+def reshard(spec: ParamGroupSpec, *, expires: bool = False) -> None:
+    """Release weights held outside of forwards: modules show the sharded parameters again.
+
+    Args:
+        expires: whether the next forward gathers the weights anew even if a buffer has them; the same on all ranks.
+    """
+    param = next(spec.params, None)
+    state = None if param is None else engine_of(param)
+    if state is None:
+        return
+    for group in state.groups:
+        if group.spec is spec:
+            group.release_held()
+            if expires:
+                group.context.passes += 1
+                group.expire(group.flats)
+    if not state.context.in_forward and torch._C._current_graph_task_id() == -1:
+        for flat in spec.replicated:
+            for replicated in flat.params:
+                replicated.register_sharded()
+
+
+def reshard_for_state_dicts(spec: ParamGroupSpec) -> Iterator[Any]:
+    """Reshard ``spec`` before ``state_dict()`` and ``load_state_dict()`` outside of forwards; yield the hooks."""
+
+    def hook(*_: Any) -> None:
+        under_way = torch._C._current_graph_task_id() != -1 or any(
+            (state := engine_of(param)) is not None and state.iteration is not None for param in spec.params
+        )
+        if not under_way:
+            reshard(spec)
+
+    for module in {module for param in spec.params for module, _ in param.sites}:
+        yield module.register_state_dict_pre_hook(hook)
+        yield module.register_load_state_dict_pre_hook(hook)
