@@ -183,7 +183,7 @@ def empty_optimizer_state(model: nn.Module, contents: Metadata) -> dict[str, Any
 
 
 def restore_optimizers(model: nn.Module, optimizers: Sequence[Optimizer], saved: dict[str, Any]) -> None:
-    """Load the state that was read into ``empty_optimizer_state`` into the optimizers, each that of its parameters."""
+    """Give each optimizer its parameters' part of ``saved``, the state that was read into ``empty_optimizer_state``."""
     groups = {tuple(sorted(group["params"])): group for group in saved["param_groups"]}
     for optimizer, names in zip(optimizers, names_in_order(model, optimizers), strict=True):
         numbers = {name: number for number, name in enumerate(names)}

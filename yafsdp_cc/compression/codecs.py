@@ -369,7 +369,7 @@ class TopK(Codec):
 def _largest(buckets: Tensor, kept: int) -> Tensor:
     """Return the positions of the ``kept`` largest elements, ascending."""
     of_each = torch.bincount(buckets, minlength=_BUCKETS)
-    above = of_each.flip(0).cumsum(0).flip(0)  # number of elements in the bucket or in a larger one
+    above = of_each.flip(0).cumsum(0).flip(0)  # number of elements in this bucket or in one of larger values
     threshold = int((above >= kept).nonzero()[-1])
     larger, alike = buckets > threshold, buckets == threshold
     room = kept - int(larger.sum())

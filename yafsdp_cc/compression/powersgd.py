@@ -156,7 +156,7 @@ class LowRank:
     def subtract(self, due: Tensor, message: Tensor, taken: float, is_finite: Tensor, block: int) -> None:
         """Subtract ``taken`` times the decoded ``message`` from ``due``.
 
-        Also write to ``is_finite`` [blocks] bool which blocks of the buffer the message holds.
+        Also set ``is_finite`` [blocks] bool: False for blocks of the buffer that ``message`` holds as NaN or infinity.
         """
         is_finite.fill_(True)
         for matrix, sent, held in self._parts(message):

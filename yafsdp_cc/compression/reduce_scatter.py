@@ -538,7 +538,8 @@ class CodecEncoder(Encoder):
         self.step = self.chunk = flat.layout.chunks[flat.rank]
         self._size = codec.message_bytes(self.chunk) if self.chunk else 0
         self._counts = cache(partial(counts_of, flat.layout, codec.block, flat.device))
-        """Function from a range of ranks with equal chunks to each block's elements [ranks, blocks]; None: all full."""
+        """Function of a range of ranks whose chunks are equally long; it returns the number of elements in each
+        of their blocks, [ranks, blocks], or None if all blocks are full."""
 
     @property
     def kept(self) -> float:

@@ -269,7 +269,7 @@ class CompressionSchedule(CompressionObserver):
                 each.rescale(factor)
 
     def _warn_of_few_bits(self) -> None:
-        """Warn once, at the first forward with a graph, if an optimizer of another family gets very few bits."""
+        """Warn once, in a forward with autograd on, if codecs of few bits are used without a 1-bit optimizer."""
         if self._has_warned or self.is_controlled:
             return
         self._has_warned = True
@@ -366,7 +366,11 @@ class LocalClip:
         torch.div(norm, loss_scale, out=self._norms[name])
 
     def learn(self, total: float) -> None:
-        """Update the clipping shares (kappa) from the last step, whose mean gradient had the norm ``total``."""
+        """Update kappa, each flat parameter's share of the clipping limit, from its gradients in the last step.
+
+        Args:
+            total: the norm of the whole model's mean gradient in that step.
+        """
         if not 0 < total < torch.inf:
             return
         self.is_blind = False

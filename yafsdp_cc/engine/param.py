@@ -451,7 +451,7 @@ class UnshardedParams:
         offsets, _ = offsets_of(sizes)
         places = zip(offsets[: len(flats)], flats, strict=True)
         self.flat = [buffer.view(start, flat.unsharded_numel, flat.compute_dtype) for start, flat in places]
-        """[world * chunk] of each ``FlatParam``, which collectives fill."""
+        """View of ``buffer`` for each ``FlatParam``'s unsharded weights, [world * chunk]; collectives write to it."""
         self.scratch = [
             buffer.view(offset, size, torch.uint8) if size else None
             for offset, size in zip(offsets[len(flats) :], sizes[len(flats) :], strict=True)

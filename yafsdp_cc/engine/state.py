@@ -134,7 +134,7 @@ class FSDPState(_ModelStep):
         for index, param in enumerate(self.params):
             param.index = index
         self.outdated = False
-        """Whether a setting has changed that takes effect only in another engine."""
+        """Whether a setting has changed that takes effect only when the engine is made anew."""
         self.retired = False
         """Whether this engine has given up its buffers and parameters (``retire``)."""
         self.steps = 0
@@ -679,7 +679,8 @@ class IterationState:
         self.trained: list[FSDPParam] = []
         """Replicated parameters whose gradients pass through the root gate."""
         self.trains = False
-        """Whether an input or a parameter has required a gradient so far, by what is equal on all ranks."""
+        """Whether an input or a parameter seen so far requires a gradient, so that later calls expect a backward;
+        equal on all ranks that train the same parameters."""
         self.has_gate = False
         """Whether the root gate was made, so that a backward may come."""
         self.awaited_version: int | None = None
@@ -923,7 +924,11 @@ class Backward:
         """Weights in use by forwards that activation checkpointing has run again, by group."""
 
     def plans(self, call: GroupCall) -> bool:
-        """Return whether the iteration's plan begins and ends ``call``; else the call's own outputs and gate do."""
+        """Return whether ``call`` is begun and ended in the order of its iteration's plan.
+
+        Otherwise it begins when this run reaches one of its outputs, and ends when this run reaches its gate or has
+        passed it.
+        """
         return self.reduces and call.is_expected
 
     def end_calls(self, iteration: IterationState, index: int) -> None:

@@ -255,7 +255,8 @@ class ExtensionAllGather(AllGather):
                 part = Part.of(name, end, tensor.contiguous())
                 end = align(end + part.nbytes, PART_ALIGNMENT)
             parts.append(part)
-        # The size is a multiple of the ranks, as a secondary shard may divide it, and has room for a placeholder.
+        # The size is divisible by the number of ranks, for secondary shards (hpZ), and is never 0: autograd's
+        # placeholder is a view of the first element (``ExtensionFlatParam``).
         nbytes = align(max(end, PART_ALIGNMENT), PART_ALIGNMENT * world)
         flat.made = UnshardedForm(form, tuple(parts), made.size(), made.stride(), nbytes)
 

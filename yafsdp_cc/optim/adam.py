@@ -85,7 +85,8 @@ class OneBitAdam(OneBitOptimizer):
     def _init_state(self, parameter: Tensor) -> None:
         super()._init_state(parameter)
         state = self.state[parameter]
-        if self._is_encoded(parameter):  # AdamW's state lacks the count: its second moment sees every gradient
+        if self._is_encoded(parameter):
+            # torch's AdamW saves no ``variance_step``: there the second moment has seen the gradient of every step.
             state.setdefault("variance_step", state["step"].detach().clone())
         elif (seen := float(state.pop("variance_step", 0))) > 0:
             # A state saved in the encoded phase has a second moment of fewer gradients than steps, for all of which

@@ -87,7 +87,7 @@ class Gossip(ReplicaSync):
     their own, near each other; ``.grad`` is the replica's own mean gradient. ``synchronize_replicas`` and ``save`` give
     all of them the exact mean of the weights and of the optimizer's state: before them a state dict holds only the
     replica's own. Every replica must call ``optimizer.step()`` equally often unless ``overlap`` is None: a slow one
-    delays the one that it sends to, by ``overlap`` steps later.
+    delays the one that it sends to, in the same step with ``overlap=0`` and in the next one with ``overlap=1``.
 
     With ``overlap=None`` each replica goes at its own pace, and waits for others only in ``synchronize_replicas`` or
     ``save``, which all must call equally often. A replica that has sent nothing for as long as the process group waits

@@ -227,7 +227,7 @@ class ParameterServer:
         dist.barrier(self._group)
 
     def _views(self, flat: Tensor) -> list[Tensor]:
-        """Return the part of each parameter, in its shape, of a tensor [ranks, chunk]."""
+        """Return a view of each parameter's elements in ``flat`` [ranks, chunk], in the parameter's shape."""
         parts = flat.flatten().split([param.numel() for param in self._params] + [self._padding])
         return [part.view_as(param) for part, param in zip(parts, self._params, strict=False)]
 

@@ -70,7 +70,7 @@ class _Seen(NamedTuple):
     place: str
     """Function in which the rank waits for others; "" if it does something else."""
     waited: float
-    """Seconds that the rank has waited there."""
+    """Seconds that the rank has waited in ``place``."""
     text: str
 
 

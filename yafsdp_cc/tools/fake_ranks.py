@@ -66,7 +66,7 @@ class FakeDevice(TorchFunctionMode):
     """Makes CPU tensors where CUDA ones are asked for, and lets the host read zeros."""
 
     def read(self, method: str, tensor: Tensor) -> Any:
-        """Return the value that the host reads by ``method``."""
+        """Return the result of ``method``, such as "item", on ``tensor``, which has no values: numbers are 0."""
         return _READS[method](tensor)
 
     def place(self, device: Any) -> Any:

@@ -13,7 +13,7 @@ from yafsdp_cc.table import table
 
 
 def main(argv: list[str]) -> int:
-    """Run one of the forms; return 0, or 1 with everything that is wrong on stderr."""
+    """Do what the arguments of ``yafsdp-cc config`` ask; return 0, or print what is wrong to stderr and return 1."""
     asked = _parser().parse_args(argv)
     try:
         if asked.form == "schema":

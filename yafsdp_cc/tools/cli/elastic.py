@@ -272,7 +272,8 @@ class FreshStores(RendezvousHandler):
     def _next(self, attempt: int) -> RendezvousInfo:
         info = self._inner.next_rendezvous()
         place = info.bootstrap_store_info
-        # nothing to change without an address, or in a first attempt, at the address that the user gave
+        # Keep what torch returned if it has no address for the ranks to meet at, and in the first attempt of the static
+        # backend, in which they meet at the address that the user gave.
         if place is None or (self._is_static and not attempt):
             return info
         # backends other than static prefix keys by round themselves; a node that came late has counted fewer attempts

@@ -103,7 +103,8 @@ def _read(path: Path) -> Trace:
     end = max(each.end for some in (steps, launches) for each in some)
     found = sorted(each for each in _labelled(launches, ranges) if each.end > start)
     updates = [each.name for each in ranges if each.name.startswith(_UPDATES)]
-    # steps by their ranges, and by updates of one optimizer: a step that the script's end has cut off has no update
+    # Count steps by their ranges and by updates of one optimizer, and take the smaller number: a step that the script's
+    # end has cut off has a range and no update.
     counts = len({each.name for each in steps}), sum(name == updates[0] for name in updates)
     return Trace(str(path), found, start, end, min(filter(None, counts), default=1))
 
@@ -173,7 +174,11 @@ def _operators(events: list[dict[str, Any]]) -> list[_Launch]:
 
 
 def _collective(name: str) -> str:
-    """Return one name for ``gloo:all_to_all`` and ``c10d::alltoall_base_``. Gloo's reduce-scatter is an all-reduce."""
+    """Return a name that a gloo operation shares with the c10d operator that calls it.
+
+    ``gloo:all_to_all`` and ``c10d::alltoall_base_`` are both "alltoall". A reduce-scatter is "allreduce", which gloo
+    runs in its place.
+    """
     return name.rpartition(":")[2].replace("_base", "").replace("_", "").replace("reducescatter", "allreduce")
 
 
