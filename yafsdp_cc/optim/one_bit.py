@@ -389,8 +389,8 @@ class OneBitOptimizer(Optimizer):
             if (other := schedule.controller()) is not None:
                 raise ValueError(
                     f"the model has a {type(other).__name__} already, which sets when its gradients are encoded, and a "
-                    "second optimizer would overrule it: give all parameters to one optimizer. To replace the first "
-                    f"one by this {name}, delete it before, and what refers to it (del optimizer, scheduler)"
+                    f"second optimizer would take that from it: give one all parameters. To replace it by this {name}, "
+                    "delete it first, and what refers to it (del optimizer, scheduler)"
                 )
         if AUTO in config.named:
             raise ValueError(

@@ -326,8 +326,7 @@ def _check_written(model: nn.Module, params: Sequence[FSDPParam]) -> None:
         more = f" (and {len(others)} more: {names})" if others else ""
         raise RuntimeError(
             f"{kind} '{name}'{more} has no values: it is on the meta "
-            "device, or to_empty() or shard() took it from there, and nothing has written it since. Before the first "
-            "forward, "
+            "device, or left it for to_empty() or shard(), and nothing has written it since. Before the first forward, "
             f"load it, or call model.get_{kind}({name!r}).copy_(...), or .zero_() where the forward fills it. State "
             "dicts have persistent buffers alone; param_init_fn, reset_parameters() and _init_weights() are to write "
             "the others"
