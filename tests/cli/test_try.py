@@ -102,6 +102,10 @@ def test_bad_flags_are_told_before_anything_starts(
     assert message in err
 
 
+def one_turn(name: str, *steps: float) -> Row:
+    return Row(name, losses=[[2.0] * 20], turns=[[*steps]])
+
+
 def row(name: str, seconds: float, loss: float = 2.0, spread: float = 0.0, again: float | None = None) -> Row:
     turns = [[seconds - spread], [seconds], [seconds + spread]]
     losses = [[3.0, 2.5, loss, loss], [3.0, 2.5 if again is None else again]]
@@ -121,6 +125,9 @@ def row(name: str, seconds: float, loss: float = 2.0, spread: float = 0.0, again
         ([row("fsdp2", 1.01, spread=0.1), row("exact", 1.0), row("int8", 1.0)], "fsdp2"),
         ([row("exact", 1.0), row("int8", 0.5), row("OneBitAdam", 0.1, loss=2.2)], "int8"),
         ([row("exact", 1.0), Row("int8", reason="an error")], "exact"),
+        # one turn, in which the optimizer makes two exact steps
+        ([one_turn("exact", *[2.7, 2.8] * 4), one_turn("OneBitAdam", *[1.2, 0.15, 0.15, 0.16] * 2)], "OneBitAdam"),
+        ([one_turn("exact", *[1.0, 1.4] * 4), one_turn("int8", *[0.9, 1.2] * 4)], "exact"),
         ([Row("exact", reason="an error"), row("int8", 0.5)], None),
         ([row("exact", 1.0), row("int8", 0.5, loss=inf)], "exact"),
     ],
