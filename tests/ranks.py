@@ -228,7 +228,9 @@ def _rank(pipe: Any, rank: int, world: int, folder: str, patience: float, body: 
     """Run one body, and stay until the parent ends this process: its own end would break the others' connections."""
     gc.freeze()
     _run(pipe, rank, world, os.path.join(folder, "store"), patience, body, args, "gloo")
-    multiprocessing.parent_process().join()  # type: ignore[union-attr]  # a fork has a parent
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
 
 
 def _keep(pipe: Any, rank: int, world: int, folder: str) -> None:

@@ -27,7 +27,7 @@ LINE = re.compile(r"step (\d+) loss (\S+)")
 
 
 def finished(folder: Path, steps: int) -> str:
-    """What a run prints that is not killed: of the same program, on forked ranks."""
+    """Run the same program on forked ranks, which nobody kills; return the output of rank 0."""
     return on_ranks(2, _run, folder, steps)[0]
 
 
@@ -43,8 +43,7 @@ def losses(out: str) -> dict[int, str]:
 
 
 def killed(folder: Path) -> str:
-    """What a run without an end printed until it was killed, somewhere after its first save, ranks before their
-    launcher."""
+    """Launch a run without an end, kill its ranks and then its launcher after the first save; return its output."""
     job = ("launch", "--standalone", "--nproc-per-node=2", EXAMPLE, f"--folder={folder}", "--steps=1000000000")
     with started(*job, "--save-every=20", folder=folder.parent, main=forking) as process:
         out = wait_for_line(process, "step 30 ")
@@ -106,7 +105,7 @@ def killed_at(event, exchanges, path):
 
 
 def found(path):
-    """The step at ``path``, which is complete."""
+    """Return the step of the checkpoint at ``path``, which must be complete."""
     model = net(0.0)
     step = yafsdp_cc.load(path, model)["step"]
     assert all((p == step).all() for p in model.parameters())
@@ -114,14 +113,17 @@ def found(path):
 
 
 def half_written_in(folder):
-    """Folders that a save has begun to write."""
+    """Return the folders that a save has begun to write and did not finish."""
     unfinished = folder.glob("checkpoint.saving-*/new")
     return [each for each in unfinished if list(each.glob("*.distcp")) and not (each / ".metadata").exists()]
 
 
 def gone_on(path):
-    """The step at ``path``, and ten for a half written folder, which is refused; offset, for an exit status that
-    nothing else has. The next save removes what the killed one has left."""
+    """Load the checkpoint at ``path``, see ``load`` refuse half written folders, and save once more.
+
+    Returns:
+        100, ten for each refused folder and the step of the checkpoint: an exit status that nothing else has.
+    """
     step, unfinished = found(path), half_written_in(path.parent)
     for each in unfinished:
         with pytest.raises(ValueError, match=r"/new is a save that never finished .* load an earlier"):

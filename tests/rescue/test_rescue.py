@@ -302,23 +302,30 @@ def test_files_that_a_restore_has_fetched_are_in_no_later_snapshot(tmp_path: Pat
 
 
 def test_a_learning_rate_in_a_tensor_is_that_of_the_snapshot(tmp_path: Path) -> None:
-    def body() -> float:
+    changed = threading.Event()
+
+    class SlowRescue(yafsdp_cc.Rescue):
+        """Writes a snapshot only once training has changed the learning rate."""
+
+        def _write(self, *given: Any) -> None:
+            assert changed.wait(60)
+            super()._write(*given)
+
+    def body(rate: float) -> tuple[int, float]:
         os.environ[MEMORY] = str(tmp_path)
         model = yafsdp_cc.shard(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)))
-        optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.5))
-        rescue = yafsdp_cc.Rescue(model, optimizer, every=1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(rate))
+        rescue = SlowRescue(model, optimizer, every=1)
         began, found = rescue.restore(), optimizer.param_groups[0]["lr"].item()
         if not began:
-            written, write = threading.Event(), rescue._write
-            rescue._write = lambda *given: (written.wait(), write(*given))  # type: ignore[method-assign]  # a slow memory
             rescue.step()
             optimizer.param_groups[0]["lr"].fill_(0.25)  # as a scheduler does
-            written.set()
+            changed.set()
             rescue._wait()
-        return float(found)
+        return began, found
 
-    on_ranks(2, body)
-    assert on_ranks(2, body) == [0.5, 0.5]
+    assert on_ranks(2, body, 0.5) == [(0, 0.5)] * 2
+    assert on_ranks(2, body, 0.75) == [(1, 0.5)] * 2
 
 
 def test_close_removes_what_a_run_has_in_memory(tmp_path: Path) -> None:

@@ -198,7 +198,7 @@ def test_steps_on_replicas_that_torch_does_not_count() -> None:
     ],
 )
 def test_steps_of_eight_bit_optimizers(how: str, library: str) -> None:
-    """Whose blocks of state are other ones on whole matrices: what they write is what forwards see.
+    """Forwards see the weights that 8-bit optimizers write, whose blocks of state differ from those on whole matrices.
 
     torchao compiles its step anew for each shape of a parameter.
     """
