@@ -16,7 +16,7 @@ import yafsdp_cc
 from tests.models import CASES, WIDTH, Tiny, Transformer, next_token
 from tests.ranks import ranks
 from tests.twins import refusal, same_weights, seeded, trains_on, whole
-from yafsdp_cc.tensor.loading import mark_unwritten
+from yafsdp_cc.tensor.unwritten import mark_unwritten
 
 
 @ranks(2)

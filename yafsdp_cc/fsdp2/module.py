@@ -37,9 +37,10 @@ from yafsdp_cc.sharding.checks import TRAINED_IN
 from yafsdp_cc.sharding.hooks import PARTS, current_state, hook_parts, install_hooks, pre_forward_of
 from yafsdp_cc.sharding.materialize import move_buffers
 from yafsdp_cc.tensor.dtensor import FlatDTensor
-from yafsdp_cc.tensor.loading import apply_to_shards, follow_assignments, makes_empty, mark_unwritten
+from yafsdp_cc.tensor.loading import apply_to_shards, follow_assignments
 from yafsdp_cc.tensor.module_parameters import install_module_parameters, remove_module_parameters
 from yafsdp_cc.tensor.unsharded import register_until_reshard, reshard, reshard_for_state_dicts, unshard_until_reshard
+from yafsdp_cc.tensor.unwritten import makes_empty, mark_unwritten
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -7,8 +7,8 @@ from operator import is_
 from typing import TYPE_CHECKING, Any
 
 from yafsdp_cc.tensor.dtensor import FlatDTensor
-from yafsdp_cc.tensor.loading import check_written
 from yafsdp_cc.tensor.module_parameters import named_sharded_parameters
+from yafsdp_cc.tensor.unwritten import check_written
 
 if TYPE_CHECKING:
     from collections.abc import Collection

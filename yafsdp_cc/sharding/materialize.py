@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from yafsdp_cc.forms.subclasses import empty_like, leave_meta
-from yafsdp_cc.tensor.loading import mark_unwritten
+from yafsdp_cc.tensor.unwritten import mark_unwritten
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
