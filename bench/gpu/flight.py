@@ -141,9 +141,11 @@ FLIGHTS = {
                 ),
             ),
             (
-                Part("memcheck", 100, f"{MEMCHECK} --only fp32,bf16,fp8,int8,int6"),
-                Part("memcheck2", 100, f"{MEMCHECK} --only int4,int3,int2,ternary,onebit"),
-                Part("memcheck3", 100, f"{MEMCHECK} --only topk,update,lamb"),
+                Part("memcheck", 100, f"{MEMCHECK} --only fp32,bf16,fp8"),
+                Part("memcheck2", 100, f"{MEMCHECK} --only int8,int6,int4"),
+                Part("memcheck3", 100, f"{MEMCHECK} --only int3,int2"),
+                Part("memcheck4", 100, f"{MEMCHECK} --only ternary,onebit"),
+                Part("memcheck5", 100, f"{MEMCHECK} --only topk,update,lamb"),
                 Part("racecheck", 100, f"{SANITIZER} racecheck python3 bench/gpu/sanitize.py --only topk,lamb"),
             ),
             (
