@@ -35,7 +35,7 @@ from yafsdp_cc.engine.hierarchy import Replicas
 from yafsdp_cc.engine.param import UnshardedGrads, unsharded_grad_bytes
 from yafsdp_cc.engine.param_group import GroupContext, ParamGroup
 from yafsdp_cc.engine.state import FSDPState, IterationState
-from yafsdp_cc.engine.streams import CudaCommHandle, CudaCommStream, PinnedReadback, StreamEvent
+from yafsdp_cc.engine.streams import CudaCommHandle, CudaCommStream, PinnedReadback
 from yafsdp_cc.forms import offload
 from yafsdp_cc.forms.offload import HostTransfer, HostTransfers
 from yafsdp_cc.fsdp2 import module
@@ -401,8 +401,8 @@ def break_order_of_users() -> None:
     """Let a buffer be refilled after its use on one stream, whatever another one does with it."""
 
     def record(self: Any, event: Any = None) -> Any:
-        event = event or StreamEvent(self.caller())
-        event.event.record(self.caller())
+        event = event or torch.Event("cuda")
+        event.record(self.caller())
         return event
 
     CudaCommStream.record = record  # type: ignore[method-assign]

@@ -266,7 +266,8 @@ class Stream:
     """Its work is over when it is enqueued, but for naps, which last until somebody waits."""
 
     def __init__(self, device: Any = None, priority: int = 0) -> None:
-        self.device, self.priority, self.cuda_stream, self.naps = CUDA, priority, 0, False
+        self.device, self.priority, self.naps = CUDA, priority, False
+        self.cuda_stream = self.device_index = 0
 
     def wait_event(self, event: Event) -> None:
         pass
@@ -293,7 +294,7 @@ class Stream:
 
 
 class Event:
-    def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
+    def __init__(self, device: Any = None, *, enable_timing: bool = False, blocking: bool = False) -> None:
         self._time = 0.0
 
     def record(self, stream: Stream | None = None) -> None:
@@ -492,6 +493,9 @@ def install() -> None:
     torch.profiler.profile = Profile  # type: ignore[misc]
     # By optimizers, of a torch that is built for CUDA and asks its driver, which is not there.
     torch.accelerator.current_stream = functions["current_stream"]
+    torch.accelerator.set_stream = lambda stream: setattr(_Current, "stream", stream)
+    torch.accelerator.current_device_index = lambda: 0
+    torch.Event = Event  # type: ignore[assignment,misc]
     torch.Generator = Generator  # type: ignore[misc]
     from yafsdp_cc.compression import error_feedback
 

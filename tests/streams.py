@@ -90,7 +90,7 @@ DEVICE, HOST = Device("cpu"), HostDevice("cpu")
 
 class Stream:
     model: Streams
-    cuda_stream = 0
+    cuda_stream = device_index = 0
     device = DEVICE
 
     def __init__(self, device: Any = None, priority: int = 0, name: str = "") -> None:
@@ -687,7 +687,10 @@ def streams() -> Iterator[Streams]:
         (Tensor, "record_stream", record_stream),
         (torch.cuda, "Stream", Stream),
         (torch.cuda, "Event", Event),
-        (torch.cuda, "current_stream", lambda device=None: model.current),
+        *((owner, "current_stream", lambda device=None: model.current) for owner in (torch.cuda, torch.accelerator)),
+        (torch.accelerator, "set_stream", lambda stream: setattr(model, "current", stream)),
+        (torch.accelerator, "current_device_index", lambda: 0),
+        (torch, "Event", Event),
         (torch.cuda, "stream", on),
         (torch.cuda, "synchronize", model.synchronize),
         (torch.cpu, "synchronize", model.synchronize),

@@ -27,7 +27,7 @@ def leaves_a_function() -> None:
 
 
 def leaves_a_method() -> None:
-    streams.StreamEvent.wait = None  # type: ignore[method-assign,assignment]  # a method
+    streams.CommHandle.wait = None  # type: ignore[method-assign,assignment]  # a method
 
 
 def leaves_another_dtype() -> None:

@@ -92,7 +92,7 @@ def map_tensors(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(tree, Tensor):
         return change(tree)
     kind = type(tree)
-    if kind in _ATOMS:
+    if kind in _ATOMS or (kind is dict and not tree):  # most calls have no keyword arguments
         return tree
     if kind is tuple or kind is list:
         changed = [map_tensors(item, change) for item in tree]

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch import Tensor
 
-    from yafsdp_cc.engine.streams import CommStream, StreamEvent
+    from yafsdp_cc.engine.streams import CommStream
 
 _ALIGNMENT = 128
 """Bytes: in a buffer each ``FlatParam`` begins at a multiple of this."""
@@ -63,7 +63,7 @@ class Buffer:
         """Number of forwards and backwards under way that read or write the content."""
         self.handle = stream.handle()
         """The last operation that fills or reads the buffer."""
-        self.last_use: StreamEvent | None = None
+        self.last_use: torch.Event | None = None
         """CUDA event behind all uses so far, on whatever streams; a refill waits for it. None on a CPU."""
         self._home = stream.caller()
 
@@ -72,10 +72,9 @@ class Buffer:
         # streams, and for a prefetch that nobody waited for, which may still write here and read shards freed with the
         # model.
         if self._home is not None and not sys.is_finalizing():
-            with torch.cuda.stream(self._home):
-                self.handle.wait()
+            self.handle.wait(self._home)
             if self.last_use is not None:
-                self._home.wait_event(self.last_use.event)
+                self.last_use.wait(self._home)
 
     def view(self, start: int, numel: int, dtype: torch.dtype) -> Tensor:
         """Return ``numel`` elements of ``dtype`` from byte ``start`` on."""

@@ -39,6 +39,7 @@ from yafsdp_cc.engine.autograd import convert, convert_tensors, gate, gate_tenso
 from yafsdp_cc.engine.param_group import prefetch
 from yafsdp_cc.engine.replicated import FINAL_REDUCE, hand_out_grads, usage_flags
 from yafsdp_cc.engine.step_state import StepState, history, transient, unreduced
+from yafsdp_cc.engine.streams import on_stream
 from yafsdp_cc.profiling import NVTX_LISTENS, Span
 from yafsdp_cc.ranks.checks import all_gather_objects
 from yafsdp_cc.ranks.mesh import all_groups
@@ -702,7 +703,7 @@ class IterationState:
         """
         if self._stream is None or self._stream == self.state.context.gather_stream.caller():
             return make_gate()
-        with torch.cuda.stream(self._stream):
+        with on_stream(self._stream):
             return make_gate()
 
     def gate(self, tensors: Sequence[Tensor]) -> list[Tensor]:

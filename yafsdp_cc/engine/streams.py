@@ -11,7 +11,8 @@ operations that share buffers are waited for by hand (``is_ordered``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TypeAlias
 
 import torch
@@ -22,16 +23,6 @@ Start: TypeAlias = Callable[[bool], Sequence["dist.Work"]]
 """Function that issues collectives, asynchronously if its argument is true, and returns the works to wait for."""
 Finish: TypeAlias = Callable[[], None]
 """Function that consumes the results of the collectives."""
-
-
-class StreamEvent:
-    """A point in a CUDA stream. It may be recorded again: a stream that waits already waits for the earlier point."""
-
-    __slots__ = ("event", "stream")
-
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self.event = torch.cuda.Event()
-        self.stream = stream
 
 
 class CommHandle:
@@ -48,8 +39,12 @@ class CommHandle:
         self.works: Sequence[dist.Work] = ()
         self.finish: Finish | None = None
 
-    def wait(self) -> None:
-        """Make the caller's next work see the result. On CPU the completion callback runs in this call."""
+    def wait(self, stream: torch.Stream | None = None) -> None:
+        """Make the caller's next work see the result. On CPU the completion callback runs in this call.
+
+        Args:
+            stream: on CUDA, the stream that waits in place of the caller's.
+        """
         try:
             for work in self.works:  # ``works`` is not emptied one by one: an interrupt may end this wait
                 work.wait()
@@ -86,7 +81,7 @@ class CommStream:
         return CommHandle()
 
     def issue(
-        self, handle: CommHandle, start: Start, finish: Finish | None = None, after: StreamEvent | None = None
+        self, handle: CommHandle, start: Start, finish: Finish | None = None, after: torch.Event | None = None
     ) -> None:
         """Run ``start`` and then ``finish`` once ``after`` is reached; ``handle`` then stands for this operation.
 
@@ -104,10 +99,10 @@ class CommStream:
         """Return whether the last operation is under way. Any thread may ask."""
         return self.last is not None and self.last.is_running()
 
-    def join(self, event: StreamEvent | None) -> None:
+    def join(self, event: torch.Event | None) -> None:
         """Make the caller's later work wait for ``event``."""
 
-    def record(self, event: StreamEvent | None = None) -> StreamEvent | None:
+    def record(self, event: torch.Event | None = None) -> torch.Event | None:
         """Return an event behind the caller's stream so far and behind ``event``, which is reused; None on a CPU."""
         return None
 
@@ -118,24 +113,30 @@ class CommStream:
         """Make later operations, and the caller, wait for ``event``."""
         event.synchronize()
 
-    def caller(self) -> torch.cuda.Stream | None:
+    def caller(self) -> torch.Stream | None:
         """Return the caller's stream; None on a CPU."""
         return None
 
 
 class CudaCommHandle(CommHandle):
-    """An event that the stream records behind the completion callback."""
+    """An event behind the completion callback; once the stream has another operation, right before that one begins.
 
-    __slots__ = ("device", "event")
+    [Note: collectives first] A kernel of a collective that becomes ready together with a matrix product loses: the
+    product takes all multiprocessors, and the network stands still until it is over. So whoever waits for an operation
+    also waits until the next one of the stream is free to begin, which takes some microseconds, as what that one waits
+    for is older than the caller's next work.
+    """
 
-    def __init__(self, device: torch.device) -> None:
+    __slots__ = ("device_index", "event")
+
+    def __init__(self, device_index: int) -> None:
         super().__init__()
-        self.device = device
-        self.event = torch.cuda.Event()
+        self.device_index = device_index
+        self.event = torch.Event("cuda", enable_timing=False)
 
-    def wait(self) -> None:
+    def wait(self, stream: torch.Stream | None = None) -> None:
         if self.pending:  # ``pending`` is never cleared: every stream that uses the result must wait
-            torch.cuda.current_stream(self.device).wait_event(self.event)
+            self.event.wait(stream or torch.accelerator.current_stream(self.device_index))
 
     def is_running(self) -> bool:
         return self.pending and not self.event.query()
@@ -147,27 +148,33 @@ class CudaCommStream(CommStream):
     """A side stream of high priority, so that its small kernels are not queued behind large matrix products.
 
     The caller's stream is the current stream of ``device``, whatever device is current. Callers are the user's thread
-    and autograd's, which runs a node on the stream of its forward.
+    and autograd's, which runs a node on the stream of its forward. Current streams come from ``torch.accelerator`` by
+    the device's index: ``torch.cuda.current_stream`` makes an object in Python for each of some 15 questions a group.
+
+    Args:
+        device: a CUDA device with an index.
     """
 
     is_ordered = True
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
-        self.device = device
+        self.device_index: int = device.index
         self.side = torch.cuda.Stream(device, priority=-1)
-        self._caller_point = torch.cuda.Event()
+        self._caller_point = torch.Event("cuda", enable_timing=False)
 
     def handle(self) -> CudaCommHandle:
-        return CudaCommHandle(self.device)
+        return CudaCommHandle(self.device_index)
 
     def issue(
-        self, handle: CommHandle, start: Start, finish: Finish | None = None, after: StreamEvent | None = None
+        self, handle: CommHandle, start: Start, finish: Finish | None = None, after: torch.Event | None = None
     ) -> None:
         assert isinstance(handle, CudaCommHandle)
         if after is not None:
-            self.side.wait_event(after.event)
-        with torch.cuda.stream(self.side):
+            after.wait(self.side)
+        if isinstance(self.last, CudaCommHandle):
+            self.last.event.record(self.side)  # see [Note: collectives first]
+        with on_stream(self.side):
             # NCCL runs synchronous collectives on the current stream and returns no work, or one whose wait is an
             # event. gloo copies to the host and back on streams of its own: its wait blocks the caller until the
             # exchange is over, and this stream until the copy back is.
@@ -179,29 +186,42 @@ class CudaCommStream(CommStream):
         handle.pending = True
         self.last = handle
 
-    def join(self, event: StreamEvent | None) -> None:
-        stream = torch.cuda.current_stream(self.device)
-        if event is not None and event.stream != stream:
-            stream.wait_event(event.event)
+    def join(self, event: torch.Event | None) -> None:
+        if event is not None:
+            event.wait(self.caller())
 
-    def record(self, event: StreamEvent | None = None) -> StreamEvent:
-        stream = torch.cuda.current_stream(self.device)
-        self.join(event)  # there are users on several streams: the event must come after all of them
-        event = event or StreamEvent(stream)
-        event.stream = stream
-        event.event.record(stream)
+    def record(self, event: torch.Event | None = None) -> torch.Event:
+        caller = self.caller()
+        if event is not None:
+            event.wait(caller)  # there are users on several streams: the event must come after all of them
+        event = event or torch.Event("cuda", enable_timing=False)
+        event.record(caller)
         return event
 
     def wait_for_caller(self) -> None:
-        self._caller_point.record(torch.cuda.current_stream(self.device))
-        self.side.wait_event(self._caller_point)
+        self._caller_point.record(self.caller())
+        self._caller_point.wait(self.side)
 
     def wait_event(self, event: torch.Event) -> None:
         self.side.wait_event(event)
-        torch.cuda.current_stream(self.device).wait_event(event)
+        torch.cuda.current_stream(self.device_index).wait_event(event)  # the user's event may be one of ``torch.cuda``
 
-    def caller(self) -> torch.cuda.Stream:
-        return torch.cuda.current_stream(self.device)
+    def caller(self) -> torch.Stream:
+        return torch.accelerator.current_stream(self.device_index)
+
+
+@contextmanager
+def on_stream(stream: torch.Stream) -> Iterator[None]:
+    """Make ``stream`` the current one of its device, as ``torch.cuda.stream`` does with more work for the host."""
+    device_index: int = stream.device_index
+    before, current_device = torch.accelerator.current_stream(device_index), torch.accelerator.current_device_index()
+    torch.accelerator.set_stream(stream)
+    try:
+        yield
+    finally:
+        torch.accelerator.set_stream(before)
+        if current_device != device_index:  # the stream has taken its device along
+            torch.accelerator.set_device_index(current_device)
 
 
 def comm_stream(device: torch.device) -> CommStream:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import OffloadPolicy
 
     from yafsdp_cc.engine.param import Divisor, FSDPParam
-    from yafsdp_cc.engine.streams import CommStream, StreamEvent
+    from yafsdp_cc.engine.streams import CommStream
 
 STAGING_BYTES = 16 << 20
 """Bytes copied at once, at most: enough for a copy to take longer than its launch."""
@@ -48,7 +48,7 @@ class HostTransfer:
     def __init__(self, stream: CommStream, device: torch.device, nbytes: int) -> None:
         self._stream = stream
         self._staging = torch.empty(min(nbytes, STAGING_BYTES), dtype=torch.uint8, device=device)
-        self._last: StreamEvent | None = None
+        self._last: torch.Event | None = None
 
     def to_device(self, target: Tensor, source: Tensor) -> None:
         """Copy ``source``, on the host, to ``target``, on the device, and cast it there."""
@@ -75,7 +75,7 @@ class HostTransfer:
     def wait(self) -> None:
         """Block the host until all copies are over."""
         if self._last is not None:
-            self._last.event.synchronize()
+            self._last.synchronize()
 
     @property
     def nbytes(self) -> int:

@@ -31,12 +31,17 @@ BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
 
 class Event:
-    """Replaces ``torch.cuda.Event`` and, where nothing else is needed, ``torch.cuda.Stream``."""
+    """Replaces events and, where nothing else is needed, streams of CUDA."""
+
+    device_index = 0
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
 
     def record(self, *_: Any) -> None:
+        pass
+
+    def wait(self, *_: Any) -> None:
         pass
 
     def synchronize(self) -> None:
@@ -154,6 +159,12 @@ def fake_ranks(
     }
     if kind == "cuda":
         replaced[torch.cuda] = {"Stream": event, "Event": event, **cuda}
+        replaced[torch] = {"Event": event}
+        replaced[torch.accelerator] = {
+            "current_stream": lambda *_: current,
+            "set_stream": lambda _: None,
+            "current_device_index": lambda: 0,
+        }
         replaced[error_feedback] = {"ops_for": _native_operators}
     world = torch.Size(shape).numel()
     dist.init_process_group("fake", store=FakeStore(), rank=min(1, world - 1), world_size=world)
