@@ -18,8 +18,9 @@ from tests import internals
 from tests.models import WIDTH, Checkpointed, Mlp
 from tests.ranks import RankError, on_ranks, ranks
 from tests.soak import also
-from tests.streams import Clock, Collective, Stream, streams
+from tests.streams import DEVICE, Clock, Collective, Stream, streams
 from tests.twins import inputs, same_gradients, square, twins
+from yafsdp_cc.engine.streams import CudaCommStream
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
 
@@ -336,6 +337,33 @@ def waits() -> None:
 @ranks(1)
 def test_waits_are_seen() -> None:
     watched_run(waits)
+
+
+@ranks(1)
+def test_who_waits_lets_the_next_collective_begin() -> None:
+    with streams():
+        comm, other = CudaCommStream(DEVICE), torch.cuda.Stream()
+        first, second = comm.handle(), comm.handle()
+        ready = torch.Event("cuda")
+        with torch.cuda.stream(other):
+            made = torch.ones(4)
+            ready.record(other)
+
+        def start(async_op: bool) -> Any:
+            assert torch.cuda.current_stream() is comm.side
+            made.add_(1)
+            return ()
+
+        comm.issue(first, lambda _: ())
+        comm.issue(second, start, after=ready)
+        begun = dict(comm.side.clock)
+        assert torch.cuda.current_stream() is not comm.side
+        first.wait()
+        clock = torch.cuda.current_stream().clock  # type: ignore[attr-defined]
+        assert clock[other] == other.clock[other]  # type: ignore[attr-defined]  # the second one could begin,
+        assert clock[comm.side] < begun[comm.side]  # and need not be over
+        second.wait()
+        assert clock[comm.side] == begun[comm.side]
 
 
 def two_groups(swaps: bool) -> None:
