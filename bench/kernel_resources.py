@@ -236,8 +236,9 @@ def rows() -> list[Row]:
 
 def of_a_copy(row: Row, under_way: float, instructions: float, warps: int, processors: int) -> float:
     moved = row.moved
-    if row.is_topk and processors * warps / (row.threads // 32) * TILE * row.read > L2:
-        moved += row.read  # the second time from memory, too
+    if row.is_topk:  # the second time from memory, too, except what the L2 holds of the tiles that are in work
+        in_work = processors * warps / (row.threads // 32) * TILE * row.read
+        moved += row.read * max(0.0, 1 - L2 / in_work)
     seconds = (
         moved / COPY,
         row.read * LATENCY / (processors * under_way / 2),
