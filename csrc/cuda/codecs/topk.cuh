@@ -236,12 +236,15 @@ __global__ void __launch_bounds__(TOPK_THREADS, 2) encode_topk_kernel(const Enco
             choose(at);
             write_chosen(job, message, tile, at);
             __syncthreads(); // before the residual that this has read is another one
-            const unsigned first = unsigned(tile.start / job.block), last = first + tile.length / unsigned(job.block);
-            const unsigned pair = first + threadIdx.x / WARP * 2;
-            for (unsigned block = pair; job.residual.dtype != Dtype::none && block < last; block += 2 * TOPK_WARPS) {
+            // From the last block to the first: step 1 has read the last ones last, so the L2 still has them. The tiles
+            // of all thread blocks together are larger than the L2, which has lost the first blocks of each meanwhile.
+            const unsigned blocks = tile.length / unsigned(job.block);
+            const unsigned last = unsigned(tile.start / job.block) + blocks - 1;
+            for (unsigned pair = threadIdx.x / WARP * 2; job.residual.dtype != Dtype::none && pair < blocks;
+                 pair += 2 * TOPK_WARPS) {
                 Chosen codec(at.larger);
-                const unsigned mine = block + team_of_warp();
-                encode_block<Chosen, ROWS, MANY>(job, Place(job, message, mine, mine < last), codec);
+                const unsigned turn = pair + team_of_warp(); // of an odd number of blocks, the last turn has none
+                encode_block<Chosen, ROWS, MANY>(job, Place(job, message, last - turn, turn < blocks), codec);
             }
         }
         __syncthreads(); // before the next tile takes the workspace
