@@ -207,13 +207,13 @@ def encode_row(name: str, gradients: str, residual: str, message: float) -> Row:
     return Row(name, f"{gradients}, {residual}", known, threads, read, read + BYTES[residual] + message)
 
 
-def decode_row(name: str, out: str, messages: int, message: float) -> Row:
+def decode_row(name: str, out: str, messages: int, message: float, ahead: int = 1) -> Row:
     known = (
         f"job.out.dtype = Dtype({DTYPES[out]}), job.own.dtype = Dtype(0), job.out.wide = true, job.own.wide = true, "
         f"job.sum = {'true' if messages > 1 else 'false'}, job.block = 256"
     )
     what = f"sum of {messages}" if messages > 1 else f"to {out}"
-    return Row(name, what, known, 512 if "topk" in name else 128, message, messages * message + BYTES[out])
+    return Row(name, what, known, 512 if "topk" in name else 128, ahead * message, messages * message + BYTES[out])
 
 
 def rows() -> list[Row]:
@@ -227,8 +227,12 @@ def rows() -> list[Row]:
         if codec != "Nothing" or kind[1] != "none"
     ]
     found += [encode_row("encode_topk_kernel<4, false>", *kind, 0.04) for kind in kinds]
-    for name, size in [("WholeReader<8>, 4, 1", 1.0), ("WholeReader<4>, 4, 1", 0.5), ("OneBitReader, 4, 1", 1 / 8)]:
-        found += [decode_row(f"decode_kernel<{name}>", *kind, size) for kind in (("fp32", 4), ("bf16", 1))]
+    readers = [("WholeReader<8>, 4, 1", 1.0, 8), ("WholeReader<4>, 4, 1", 0.5, 8), ("OneBitReader, 4, 1", 1 / 8, 8)]
+    readers += [("TernaryReader, 4, 5", 0.2, 8)]
+    readers += [("FloatReader<true>, 4, 1", 2.0, 4), ("FloatReader<false>, 4, 1", 4.0, 2)]
+    for reader, size, ahead in readers:
+        found += [decode_row(f"decode_kernel<{reader}, 1>", *kind, size) for kind in (("fp32", 4), ("bf16", 1))]
+        found.append(decode_row(f"decode_kernel<{reader}, {ahead}>", "fp32", 256, size, ahead))
     found += [decode_row("decode_topk_kernel", *kind, 0.04) for kind in (("fp32", 4), ("bf16", 1))]
     found.append(Row("update_kernel", "fp32, Adam's gradient rule", "", 256, 16, 24))
     return [*found, Row("lamb_kernel", "fp32, exact", "", 256, 16, 24)]
@@ -261,7 +265,7 @@ def figures_of(row: Row, architecture: str, sources: Path) -> list[str]:
         body = within[0] + (0 if row.what.endswith("none") else within[2]) if row.is_topk else max(loops)
         instructions = body / elements
     shares = [None if instructions is None else of_a_copy(row, under_way, instructions, warps, n) for n in (99, 132)]
-    name = row.name.replace("_kernel", "").replace(", 4, false", "").replace(", 4, 1", "")
+    name = re.sub(r", 4, (false|\d, \d)", "", row.name.replace("_kernel", ""))
     return [
         f"{name} {row.what}",
         *(str(each) for each in (used.registers, used.spilt, used.shared, warps)),

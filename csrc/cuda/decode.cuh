@@ -22,27 +22,42 @@ template <int ROWS> struct Total {
     }
 };
 
-// Messages ``first`` to ``last``; the next one is on its way while one is added.
-template <class Reader, int ROWS>
+// Messages ``first`` to ``last``, added in their order; the next AHEAD are on their way while AHEAD are added. They
+// come as a batch, not as a ring: a warp has six scoreboards to wait for loads with, so that in a ring of more messages
+// one would be waited for together with those that were fetched after it.
+template <class Reader, unsigned AHEAD, int ROWS>
 DEVICE void take_messages(const DecodeJob& job, unsigned first, unsigned last, unsigned block, int patch,
                           Total<ROWS>& total) {
     if (first >= last) return;
-    typename Reader::template Fetched<ROWS> here, next;
-    Reader::get(next, job, job.message + first * job.message_stride, block, patch);
-    for (unsigned message = first; message < last; ++message) {
-        here = next;
-        if (message + 1 < last) Reader::get(next, job, job.message + (message + 1) * job.message_stride, block, patch);
-        float values[ROWS][4];
+    typename Reader::template Fetched<ROWS> here[AHEAD], next[AHEAD];
+    const auto get = [&](unsigned begin) {
 #pragma unroll
-        for (int r = 0; r < ROWS; ++r)
+        for (unsigned i = 0; i < AHEAD; ++i) {
+            const unsigned message = begin + i;
+            if (message < last) Reader::get(next[i], job, job.message + message * job.message_stride, block, patch);
+        }
+    };
+    get(first);
+    for (unsigned begin = first; begin < last; begin += AHEAD) {
 #pragma unroll
-            for (int c = 0; c < 4; ++c) values[r][c] = Reader::template value<ROWS>(here, block, r, c);
-        total.take(values);
+        for (unsigned i = 0; i < AHEAD; ++i) here[i] = next[i];
+        get(begin + AHEAD);
+#pragma unroll
+        for (unsigned i = 0; i < AHEAD; ++i) {
+            if (begin + i >= last) break;
+            float values[ROWS][4];
+#pragma unroll
+            for (int r = 0; r < ROWS; ++r)
+#pragma unroll
+                for (int c = 0; c < 4; ++c) values[r][c] = Reader::template value<ROWS>(here[i], block, r, c);
+            total.take(values);
+        }
     }
 }
 
-// Every team takes a patch. TOGETHER blocks that share their bytes are neighbours in the order of the teams.
-template <class Reader, int ROWS, unsigned TOGETHER>
+// Every team takes a patch; of a sum, that of each message. TOGETHER blocks that share their bytes are neighbours in
+// the order of the teams. A sum of many messages has few teams for its bytes, so each has AHEAD messages on their way.
+template <class Reader, int ROWS, unsigned TOGETHER, unsigned AHEAD>
 __global__ void __launch_bounds__(DECODE_THREADS) decode_kernel(const DecodeJob given) {
     const DecodeJob job = known(given);
     const unsigned first_block = unsigned(job.start / job.block), blocks = unsigned(job.count / job.block);
@@ -58,9 +73,9 @@ __global__ void __launch_bounds__(DECODE_THREADS) decode_kernel(const DecodeJob 
         const long long at = static_cast<long long>(block) * job.block + patch * 256 + 4 * thread_of_team();
         Total<ROWS> total;
         if (!job.sum) {
-            take_messages<Reader>(job, row, row + 1, first_block + block, patch, total);
+            take_messages<Reader, AHEAD>(job, row, row + 1, first_block + block, patch, total);
         } else {
-            take_messages<Reader>(job, 0, job.place, first_block + block, patch, total);
+            take_messages<Reader, AHEAD>(job, 0, job.place, first_block + block, patch, total);
             if (job.own.dtype != Dtype::none) {
                 Raw<ROWS> raw;
                 float values[ROWS][4];
@@ -68,7 +83,7 @@ __global__ void __launch_bounds__(DECODE_THREADS) decode_kernel(const DecodeJob 
                 convert(raw, job.own.dtype, 0.0f, values);
                 total.take(values);
             }
-            take_messages<Reader>(job, job.place, job.messages, first_block + block, patch, total);
+            take_messages<Reader, AHEAD>(job, job.place, job.messages, first_block + block, patch, total);
         }
         store(job.out, row * job.out.stride + at, total.at);
     }

@@ -8,24 +8,26 @@
 namespace yafsdp_cc {
 namespace {
 
-// The classes of a codec (encode.cuh, decode.cuh), by its number, and how many of its blocks share their bytes.
+// The classes of a codec (encode.cuh, decode.cuh), by its number; how many of its blocks share their bytes; and how
+// many messages are on their way in a sum of many: of fp32 and bf16 fewer, whose messages take more registers.
 constexpr struct {
     const char *codec, *at_random, *reader;
-    unsigned together;
+    unsigned together, ahead;
 } CLASSES[] = {
-    {"Float<false>", "Float<false>", "FloatReader<false>", 1},
-    {"Float<true>", "Float<true>", "FloatReader<true>", 1},
-    {"FP8", "FP8", "FP8Reader", 1},
-    {"Whole<8, false>", "Whole<8, true>", "WholeReader<8>", 1},
-    {"Whole<4, false>", "Whole<4, true>", "WholeReader<4>", 1},
-    {"Ternary<false>", "Ternary<true>", "TernaryReader", TERNARY_TOGETHER},
-    {"OneBit", "OneBit", "OneBitReader", 1},
+    {"Float<false>", "Float<false>", "FloatReader<false>", 1, 2},
+    {"Float<true>", "Float<true>", "FloatReader<true>", 1, 4},
+    {"FP8", "FP8", "FP8Reader", 1, 8},
+    {"Whole<8, false>", "Whole<8, true>", "WholeReader<8>", 1, 8},
+    {"Whole<4, false>", "Whole<4, true>", "WholeReader<4>", 1, 8},
+    {"Ternary<false>", "Ternary<true>", "TernaryReader", TERNARY_TOGETHER, 8},
+    {"OneBit", "OneBit", "OneBitReader", 1, 8},
     {}, // topk, which has kernels of its own
-    {"Whole<6, false>", "Whole<6, true>", "WholeReader<6>", 1},
-    {"Odd<3, false>", "Odd<3, true>", "OddReader<3>", 1},
-    {"Odd<2, false>", "Odd<2, true>", "OddReader<2>", 1},
+    {"Whole<6, false>", "Whole<6, true>", "WholeReader<6>", 1, 8},
+    {"Odd<3, false>", "Odd<3, true>", "OddReader<3>", 1, 8},
+    {"Odd<2, false>", "Odd<2, true>", "OddReader<2>", 1, 8},
 };
 static_assert(std::size(CLASSES) == int(CodecNumber::int2) + 1, "each codec has its classes");
+constexpr unsigned MANY_MESSAGES = 16; // two batches: with fewer, none is added while another one is on its way
 
 struct Text {
     char text[256];
@@ -87,7 +89,8 @@ void decode(const DecodeJob& job, CodecNumber codec, Stream stream) {
                       rounded_up(job.count, STRETCH) * rows_out, TOPK_THREADS, stream);
     const auto& of = CLASSES[int(codec)];
     const int rows = rows_of(job.block);
-    const Text name("decode_kernel<%s, %d, %u>", of.reader, rows, of.together);
+    const unsigned ahead = job.sum && job.messages >= MANY_MESSAGES ? of.ahead : 1;
+    const Text name("decode_kernel<%s, %d, %u, %u>", of.reader, rows, of.together, ahead);
     const unsigned long long blocks = rounded_up(job.count / job.block, of.together) * of.together;
     const unsigned long long units = blocks * (job.block / (rows * LANES)) * rows_out;
     launch({"decode.cuh", name.text, known_of(job).text}, &job, rounded_up(units * TEAM, DECODE_THREADS), DECODE_THREADS,

@@ -175,6 +175,27 @@ def test_decode(checks: KernelChecks, name: str, kind: str, turn: int) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "topk"])
+def test_a_sum_of_many_messages(checks: KernelChecks, name: str) -> None:
+    """Several messages are on their way at once, and are added in their order nevertheless."""
+    at_once = set()
+    for turn, messages in enumerate((15, 16, 17, 40)):
+        # Of usual numbers: a sum in another order is another one.
+        sums = [(None, 0), (torch.float32, 0), (torch.bfloat16, messages // 2), (torch.float16, messages)]
+        for other, (dtype, place) in enumerate(sums):
+            for block in BLOCKS[:4] if SOAK else [BLOCKS[(turn + other) % 4]]:
+                n = elements(name, block)
+                message = messages_of(name, block, "bad" if turn == other == 2 else "usual", messages, n)
+                own = None if dtype is None else numbers("usual", 1, n, dtype, 6)[0]
+                checks.decode_sum(name, block, message, n, own, place, PART, odd=other % 2 == 1)
+                kernel = checks.ops.launched()[0]
+                at_once.add((messages >= 16, kernel.removesuffix(">").rpartition(" ")[2]))
+    few, many = sorted(at_once)
+    assert few == (False, "1")
+    assert many[0]
+    assert int(many[1]) > 1
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "topk"])
 def test_decode_anything(checks: KernelChecks, name: str) -> None:
     """Codes that no encoder writes mean what the definition makes of them, too."""
     for block in BLOCKS:
@@ -347,6 +368,8 @@ def test_every_kernel_is_launched(ops: simt.Emulated) -> None:
                 message = encode(ops, name, block, block, seed)
                 names.add(ops.launched()[0])
             call("decode", message, NAMES.index(name), block, torch.empty(1, block))
+            many = message.repeat(16, 1)
+            call("decode_sum", many, NAMES.index(name), block, block, None, 0, torch.empty(block), 0)
         call("accumulate", torch.ones(1, block), torch.ones(1, block), torch.ones(1, 0), block, 1.0)
     weights, gradients, momenta = ([torch.ones(8)] for _ in range(3))
     call("update", 0, weights, gradients, momenta, [], torch.ones(1, 3))

@@ -1,7 +1,7 @@
 """The CUDA kernels on a GPU, against the plain-torch definitions there and on the CPU, to the bit.
 
-Written where there was no GPU, and so far run on none; the same source is held to the same definitions, emulated, by
-``test_cuda_emulated.py``. What is added here is what an emulator cannot show: large grids, streams, capture.
+The same source is held to the same definitions, emulated, by ``test_cuda_emulated.py``. What is added here is what an
+emulator cannot show: large grids, streams, capture.
 """
 
 from __future__ import annotations
@@ -78,10 +78,10 @@ def test_accumulate(checks: KernelChecks, dtype: torch.dtype) -> None:
             checks.accumulate(gradients, dtype, block, 0.37)
 
 
-def messages_of(name: str, block: int, kind: str, n: int) -> Tensor:
+def messages_of(name: str, block: int, kind: str, n: int, messages: int = 3) -> Tensor:
     codec = codec_of(name, block)
-    message = torch.zeros(3, codec.message_bytes(n), dtype=torch.uint8)
-    definition.encode(codec, numbers(kind, 3, n, torch.float32, 5), message)
+    message = torch.zeros(messages, codec.message_bytes(n), dtype=torch.uint8)
+    definition.encode(codec, numbers(kind, messages, n, torch.float32, 5), message)
     return message
 
 
@@ -96,6 +96,18 @@ def test_decode(checks: KernelChecks, name: str) -> None:
             own = numbers("zeros", 1, n, torch.bfloat16, 6)[0]
             for mine, place in ((None, 0), (own, 0), (own.float(), 2), (own, 3)):
                 checks.decode_sum(name, block, message, n, mine, place, PART)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_sum_of_many_messages(checks: KernelChecks, name: str) -> None:
+    """Several messages are on their way at once, and are added in their order nevertheless."""
+    n = 65_536 + 20 * 256
+    own = numbers("usual", 1, n, torch.float32, 6)[0]
+    for block in (128, 256):
+        for messages in (16, 17, 40):
+            message = messages_of(name, block, "usual", n, messages)
+            for mine, place in ((None, 0), (own, 0), (own.bfloat16(), messages // 2), (own.half(), messages)):
+                checks.decode_sum(name, block, message, n, mine, place, PART, odd=block == 128)
 
 
 LARGE = 2**32 // PART * PART + PART

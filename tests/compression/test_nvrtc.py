@@ -20,7 +20,7 @@ from tests.soak import SOAK, also
 FEW = [
     "encode_kernel<Float<true>, 4, false>",  # asks for every conversion of small floats
     "encode_kernel<Odd<3, true>, 1, false>",
-    "decode_kernel<TernaryReader, 4, 5>",
+    "decode_kernel<TernaryReader, 4, 5, 8>",
     "decode_topk_kernel",
     "update_kernel",
     "lamb_kernel",
@@ -62,7 +62,7 @@ def test_every_kernel_fits_into_registers(number: int) -> None:
 
 @pytest.mark.parametrize("number", [90, also(80), also(120)])
 def test_kernels_of_aligned_tensors_fit_into_registers(number: int) -> None:
-    few = {"OneBit", "Whole<8, false>", "topk"}
+    few = {"OneBit", "Whole<8, false>", "WholeReader<8>", "topk"}
     chosen = rows() if SOAK else [row for row in rows() if any(name in row.name for name in few)]
     for row in chosen:
         check_registers([row.name], number, row.known)

@@ -13,9 +13,11 @@ namespace yafsdp_cc {
 #define ENCODE(...)                                                                                                    \
     KERNEL(encode_kernel<__VA_ARGS__, 1, false>), KERNEL(encode_kernel<__VA_ARGS__, 2, false>),                        \
         KERNEL(encode_kernel<__VA_ARGS__, 4, false>), KERNEL(encode_kernel<__VA_ARGS__, 4, true>)
-#define DECODE(reader, together)                                                                                       \
-    KERNEL(decode_kernel<reader, 1, together>), KERNEL(decode_kernel<reader, 2, together>),                            \
-        KERNEL(decode_kernel<reader, 4, together>)
+#define DECODE_ROWS(reader, rows, together, ahead)                                                                     \
+    KERNEL(decode_kernel<reader, rows, together, 1>), KERNEL(decode_kernel<reader, rows, together, ahead>)
+#define DECODE(reader, together, ahead)                                                                                \
+    DECODE_ROWS(reader, 1, together, ahead), DECODE_ROWS(reader, 2, together, ahead),                                  \
+        DECODE_ROWS(reader, 4, together, ahead)
 
 static const Kernel KERNELS[] = {
     ENCODE(Float<false>),
@@ -35,16 +37,16 @@ static const Kernel KERNELS[] = {
     ENCODE(Ternary<true>),
     ENCODE(OneBit),
     ENCODE(Nothing),
-    DECODE(FloatReader<false>, 1),
-    DECODE(FloatReader<true>, 1),
-    DECODE(FP8Reader, 1),
-    DECODE(WholeReader<8>, 1),
-    DECODE(WholeReader<6>, 1),
-    DECODE(WholeReader<4>, 1),
-    DECODE(OddReader<3>, 1),
-    DECODE(OddReader<2>, 1),
-    DECODE(TernaryReader, 5),
-    DECODE(OneBitReader, 1),
+    DECODE(FloatReader<false>, 1, 2),
+    DECODE(FloatReader<true>, 1, 4),
+    DECODE(FP8Reader, 1, 8),
+    DECODE(WholeReader<8>, 1, 8),
+    DECODE(WholeReader<6>, 1, 8),
+    DECODE(WholeReader<4>, 1, 8),
+    DECODE(OddReader<3>, 1, 8),
+    DECODE(OddReader<2>, 1, 8),
+    DECODE(TernaryReader, 5, 8),
+    DECODE(OneBitReader, 1, 8),
     KERNEL(encode_topk_kernel<1, false>),
     KERNEL(encode_topk_kernel<2, false>),
     KERNEL(encode_topk_kernel<4, false>),
