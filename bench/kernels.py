@@ -4,7 +4,8 @@
     python bench/kernels.py --codecs onebit,int8 --rounds 15
     python bench/kernels.py --device cuda                    # as bench/gpu does
 
-A kernel moves what it reads and writes at least: gradients, residual, messages, sum. *Of a copy* is the median of the
+A kernel moves what it reads and writes at least: gradients, residual, messages, sum. Messages are of a quarter of the
+elements; 256 messages, which a rank of as many sums, are of 442,368 elements at most. *Of a copy* is the median of the
 time of a copy that reads half as many bytes and writes the other half, taken just before, over the kernel's. Kernels
 take turns round by round; times are medians over rounds. On a CPU they are processor milliseconds of the thread. What
 is updated in place is in the cache when it is written, while a copy's target is fetched for nothing: more than a copy's
@@ -35,7 +36,7 @@ from torch import Tensor
 
 from bench.common import about, names, save
 from yafsdp_cc.compression import error_feedback
-from yafsdp_cc.compression.codec import Noise, codec_of
+from yafsdp_cc.compression.codec import Codec, Noise, codec_of
 from yafsdp_cc.compression.error_feedback import Residual
 from yafsdp_cc.table import table
 
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
 CODECS = ("onebit", "ternary", "int2", "int3", "int4", "int6", "int8", "fp8", "topk", "bf16", "fp32")
 SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int8: "int8"}
 MESSAGES = 4
+MANY, SHARD = 256, 442_368
+"""Messages of a sum of many ranks, and elements of each at most: a rank's part of a block of 113 million parameters."""
 PLAIN = 16
 """Plain torch is compared on a part this many times smaller."""
 NAP = 400_000
@@ -104,12 +107,27 @@ def jobs(name: str, gradients: dict[torch.dtype, Tensor]) -> Iterator[Job]:
         messages.nbytes + total.nbytes,
         lambda: error_feedback.decode_sum(codec, messages, n, None, 0, total),
     )
+    many, shard = _of_many_ranks(codec, fp32), torch.zeros(min(n, SHARD), device=device)
+    yield Job(
+        name,
+        f"sum of {MANY} messages",
+        many.nbytes + shard.nbytes,
+        lambda: error_feedback.decode_sum(codec, many, shard.numel(), None, 0, shard),
+    )
     yield Job(
         name,
         "decode bf16",
         messages.nbytes + decoded.nbytes,
         lambda: error_feedback.decode(codec, messages, decoded),
     )
+
+
+def _of_many_ranks(codec: Codec, gradients: Tensor) -> Tensor:
+    """Return MANY messages of at most SHARD elements each: MESSAGES different ones, again and again."""
+    part = gradients[:, :SHARD].contiguous()
+    messages = torch.zeros(MESSAGES, codec.message_bytes(part.shape[1]), dtype=torch.uint8, device=part.device)
+    error_feedback.encode(codec, part, messages)
+    return messages.repeat(MANY // MESSAGES, 1)
 
 
 def accumulate_jobs(gradients: Tensor) -> Iterator[Job]:

@@ -28,6 +28,8 @@ def test_one_round_of_a_few_elements(tmp_path: Path) -> None:
     written = json.loads(out.read_text())
     assert {"command", "date", "torch", "cpu", "instructions"} <= written["about"].keys()
     assert all(job["ms"] > 0 and job["of_a_copy"] > 0 for job in written["jobs"])
+    sums = [job["codec"] for job in written["jobs"] if job["what"] == "sum of 256 messages"]
+    assert sums == ["onebit", "topk"]
     assert [each["codec"] for each in written["plain"]] == ["onebit", "topk"]
 
 
