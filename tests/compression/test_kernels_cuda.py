@@ -98,16 +98,16 @@ def test_decode(checks: KernelChecks, name: str) -> None:
                 checks.decode_sum(name, block, message, n, mine, place, PART)
 
 
-@pytest.mark.parametrize("messages", [16, 17, 40])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_sum_of_many_messages(checks: KernelChecks, name: str, messages: int) -> None:
+def test_a_sum_of_many_messages(checks: KernelChecks, name: str) -> None:
     """Several messages are on their way at once, and are added in their order nevertheless."""
+    n = 65_536 + 20 * 256
+    own = numbers("usual", 1, n, torch.float32, 6)[0]
     for block in (128, 256):
-        n = 65_536 + 20 * 256
-        message = messages_of(name, block, "usual", n, messages)
-        own = numbers("usual", 1, n, torch.float32, 6)[0]
-        for mine, place in ((None, 0), (own, 0), (own.bfloat16(), messages // 2), (own.half(), messages)):
-            checks.decode_sum(name, block, message, n, mine, place, PART, odd=block == 128)
+        for messages in (16, 17, 40):
+            message = messages_of(name, block, "usual", n, messages)
+            for mine, place in ((None, 0), (own, 0), (own.bfloat16(), messages // 2), (own.half(), messages)):
+                checks.decode_sum(name, block, message, n, mine, place, PART, odd=block == 128)
 
 
 LARGE = 2**32 // PART * PART + PART
