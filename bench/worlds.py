@@ -17,8 +17,8 @@ are not. *Exposed* is the time in which something is communicated and nothing co
 *GB/s* are the bytes sent over the time in which something is communicated, which a link is to reach. *Reserved* is the
 most memory that torch's allocator held from CUDA; *blocks* are those that it handed out in a step, *segments* and
 *retries* what it asked CUDA for, and in vain, in all timed steps together. *ours apart* has a communicator for gathers
-and one for reduces, so that both can be on the network at once; *ours int8 weights* gathers in int8, too, and *ours
-int8 bf16* also keeps gradients in bf16 until they are encoded.
+and one for reduces, so that both can be on the network at once; *ours int8 weights* gathers in int8, too, and keeps
+gradients in bf16 until they are encoded.
 """
 
 from __future__ import annotations
@@ -122,8 +122,7 @@ CONTESTANTS: dict[str, Callable[[nn.Module, DeviceMesh], nn.Module]] = {
     "ours": _ours,
     "ours apart": lambda model, mesh: _ours(model, mesh, separate_reduce_group=True),
     "ours int8": lambda model, mesh: _ours(model, mesh, compression="int8"),
-    "ours int8 weights": lambda model, mesh: _ours(model, mesh, compression=INT8_WEIGHTS),
-    "ours int8 bf16": lambda model, mesh: _ours(model, mesh, compression=INT8_WEIGHTS, mp_policy=BF16),
+    "ours int8 weights": lambda model, mesh: _ours(model, mesh, compression=INT8_WEIGHTS, mp_policy=BF16),
     "ours int4": lambda model, mesh: _ours(model, mesh, compression="int4"),
 }
 
@@ -291,7 +290,7 @@ def needed_bytes(name: str, case: Case) -> int:
     return int(1.1 * (states + activation_bytes(case))) + CONTEXT
 
 
-ENCODED = ("ours int8", "ours int8 weights", "ours int8 bf16", "ours int4")
+ENCODED = ("ours int8", "ours int8 weights", "ours int4")
 CONTEXT = 2 << 30
 """Bytes that CUDA, cuBLAS and the profiler take."""
 

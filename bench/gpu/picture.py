@@ -26,9 +26,10 @@ CONTESTANTS = {
     "ours": "this engine",
     "ours apart": "this engine, two communicators",
     "ours int8": "this engine, int8 gradients",
+    "ours int8 weights": "this engine, int8 gradients and weights",
 }
 LANES = {"computed": "compute", "communicated": "wire"}
-DRAWN = ("fsdp2", "ours", "ours int8")
+DRAWN = ("fsdp2", "ours", "ours int8", "ours int8 weights")
 COLOURS = {"computed": "#4c72b0", "communicated": "#dd8452", "exposed": "#c44e52"}
 GAP = 0.0005
 """Of a step: what is closer together is drawn as one."""
