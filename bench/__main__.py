@@ -5,17 +5,15 @@ from __future__ import annotations
 import argparse
 import difflib
 import sys
+from collections.abc import Collection
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from bench.common import about, names, save
 from bench.contestants import EXCHANGES, PIPELINE, REPLICAS, SLOW, TRAINING
 from yafsdp_cc.tools.cli import interruptible
 from yafsdp_cc.tools.cli.demo import positive
-
-if TYPE_CHECKING:
-    from collections.abc import Collection
 
 CONTESTANTS = {
     "train": list(TRAINING),

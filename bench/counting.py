@@ -13,13 +13,11 @@ therefore the engine's, and the matmul of a module that the engine called is the
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.profiler import ProfilerActivity, profile, record_function
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
 
 COPIES = frozenset(
     f"aten::{name}" for name in ("copy_", "cat", "_chunk_cat", "_foreach_copy_", "split_with_sizes_copy")

@@ -20,6 +20,7 @@ import io
 import pstats
 import sys
 import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -44,7 +45,6 @@ from tests.ranks import on_ranks
 from yafsdp_cc.table import table
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
 OURS, ALONE = "yafsdp_cc", "alone"

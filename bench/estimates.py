@@ -20,6 +20,7 @@ import json
 import sys
 import tempfile
 import warnings
+from collections.abc import Mapping, Sequence
 from functools import cache
 from math import log
 from pathlib import Path
@@ -40,8 +41,6 @@ from yafsdp_cc.tools.estimate import Subject, headroom_of, plan_over, probe, sub
 from yafsdp_cc.tools.step_time import Link, events_of, step_time
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from yafsdp_cc.plan import Plan
     from yafsdp_cc.tools.step_time import Event
 

@@ -15,10 +15,10 @@ import signal
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from statistics import mean, median
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -43,9 +43,6 @@ from yafsdp_cc.sharding.links import probe_links
 from yafsdp_cc.table import table
 from yafsdp_cc.tools.netlab import Lab, namespaces
 from yafsdp_cc.tools.netlab.links import bits_per_second
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
 
 SIZES = (1 << 16, 1 << 20, 1 << 24, 1 << 26)
 """Bytes of a buffer."""

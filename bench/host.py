@@ -23,6 +23,7 @@ import sys
 import time
 import warnings
 from collections import defaultdict
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import pairwise, product
@@ -46,7 +47,6 @@ from yafsdp_cc.table import table
 from yafsdp_cc.tools import fake_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
     from multiprocessing.connection import Connection
 

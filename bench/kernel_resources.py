@@ -25,10 +25,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -36,9 +37,6 @@ import torch
 
 from bench.common import cell
 from yafsdp_cc.table import table
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 SOURCES = Path(__file__).resolve().parent.parent / "csrc" / "cuda"
 COPY, LATENCY, CLOCK, ISSUED = 3.0e12, 700e-9, 1.755e9, 0.8

@@ -23,10 +23,11 @@ import argparse
 import os
 import sys
 import time
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -39,9 +40,6 @@ from yafsdp_cc.compression import error_feedback
 from yafsdp_cc.compression.codec import Codec, Noise, codec_of
 from yafsdp_cc.compression.error_feedback import Residual
 from yafsdp_cc.table import table
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
 
 CODECS = ("onebit", "ternary", "int2", "int3", "int4", "int6", "int8", "fp8", "topk", "bf16", "fp32")
 SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int8: "int8"}

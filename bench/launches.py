@@ -15,9 +15,10 @@ from __future__ import annotations
 import argparse
 import sys
 import warnings
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -29,9 +30,6 @@ import yafsdp_cc
 from bench import kernel_counts
 from bench.kernel_counts import mesh_of, step
 from yafsdp_cc import Compression
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
 
 
 class Counts(NamedTuple):

@@ -10,6 +10,7 @@ relative error of the gradients of its matrices and of its vectors (biases and n
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,8 +26,6 @@ from yafsdp_cc.table import table
 from yafsdp_cc.tools.demo import data
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import Tensor
 
 ENCODINGS: dict[str, Callable[[], Encoding]] = {

@@ -18,9 +18,10 @@ import gc
 import re
 import sys
 import tempfile
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -35,9 +36,6 @@ import yafsdp_cc
 from bench.common import about, names, save
 from tests.ranks import on_ranks
 from yafsdp_cc.table import table
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 MIB = 1 << 20
 

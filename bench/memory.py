@@ -12,12 +12,10 @@ import ctypes
 import gc
 import re
 import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+from typing import Any
 
 _LOOK_EVERY = 1e-3
 _libc = ctypes.CDLL(None)

@@ -18,8 +18,9 @@ NCCL's communicators do.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,9 +30,6 @@ from torch._C._distributed_c10d import HashStore
 from bench.paced import SUMMED_DTYPES, PacedLink, Summands
 from yafsdp_cc.compression.autotune import LinkCost
 from yafsdp_cc.sharding import assembly
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 BACKEND = "modelled"
 _FOREVER = timedelta(hours=1)

@@ -22,9 +22,10 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -42,9 +43,6 @@ from yafsdp_cc import Compression
 from yafsdp_cc.optim import Muon
 from yafsdp_cc.table import table
 from yafsdp_cc.tools.netlab import Lab
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 FSDP2, ADAMW = "FSDP2, torch.optim.Muon", "yafsdp_cc, AdamW"
 MUON: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1}

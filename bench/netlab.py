@@ -18,10 +18,11 @@ import argparse
 import socket
 import sys
 import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -31,9 +32,6 @@ import torch.distributed as dist
 from bench.common import names
 from yafsdp_cc.tools.netlab import Lab, LabError, Unavailable
 from yafsdp_cc.tools.netlab.links import address, bits_per_second
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 ROUNDS, MOST, PORT = 3, 64 << 20, 5000
 ECHOES, DATAGRAMS, SETTLED = 50, 4000, 0.5

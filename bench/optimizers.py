@@ -18,10 +18,11 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -38,9 +39,6 @@ from yafsdp_cc.optim import OneBitAdam, OneBitLamb, OneBitSGD, ZeroOneAdam
 from yafsdp_cc.optim.lamb import LambRow, LambRule, lamb_settings, update_lamb
 from yafsdp_cc.optim.update import Row, Rule, adam_settings, sgd_settings, update
 from yafsdp_cc.table import table
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 GROUP = {"lr": 1e-3, "weight_decay": 0.01, "momentum": 0.9, "betas": (0.9, 0.999), "eps": 1e-8}
 FAMILY: dict[str, Callable[..., Any]] = {

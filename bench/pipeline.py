@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean, median
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -33,8 +34,6 @@ from yafsdp_cc.tools.demo.train import learning_rate
 from yafsdp_cc.tools.netlab.links import UNSHAPED
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from bench.contestants import Contestant
     from yafsdp_cc.tools.netlab import Lab
 

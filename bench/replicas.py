@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable, Mapping, Sequence
 from statistics import mean, median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -35,8 +36,6 @@ from yafsdp_cc.tools.netlab import Lab
 from yafsdp_cc.tools.netlab.links import UNSHAPED, bits_per_second
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
     from torch import Tensor, nn
     from torch.distributed.device_mesh import DeviceMesh
 

@@ -13,6 +13,7 @@ import json
 import sys
 import time
 import warnings
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +31,6 @@ from yafsdp_cc.tools.demo.train import CLIP, LEARNING_RATE, VALIDATION_WINDOWS, 
 from yafsdp_cc.tools.netlab.links import UNSHAPED
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from bench.trainers import Trainer

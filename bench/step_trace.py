@@ -25,6 +25,7 @@ import sys
 import threading
 import warnings
 from collections import defaultdict
+from collections.abc import Callable, Iterable
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -43,7 +44,6 @@ from bench.models import GPT, Block, Spec
 from tests.ranks import on_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
     from types import FrameType
 
 SPEC = Spec("trace", 3, 32, 2, 64, sequences=2, length=8, rounds=0, steps=0)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import time
 import warnings
+from collections.abc import Callable, Mapping, Sequence
 from statistics import mean, median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,8 +28,6 @@ from yafsdp_cc.tools.netlab import Lab
 from yafsdp_cc.tools.netlab.links import UNSHAPED, bits_per_second
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
     from bench.contestants import Contestant
 
 SEQUENCES, LENGTH = 8, 128

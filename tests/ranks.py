@@ -30,10 +30,11 @@ import tempfile
 import time
 import traceback
 import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import wait
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch._dynamo  # by the optimizers
@@ -45,9 +46,6 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 import tests.internals  # noqa: F401 - by the first operation on a sharded parameter
 import yafsdp_cc.api  # noqa: F401 - by the first of yafsdp_cc's names
 from tests.leftovers import Before
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 
 class RankError(AssertionError):

@@ -11,11 +11,8 @@ import argparse
 import importlib
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 

@@ -9,8 +9,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -18,9 +18,6 @@ import torch
 from tests.compression import simt
 from tests.internals import has_native_kernels
 from yafsdp_cc.compression import error_feedback
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 CPU = torch.device("cpu")
 native = pytest.mark.skipif(not has_native_kernels(), reason="the native extension is not built")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -22,9 +23,6 @@ from yafsdp_cc.compression.schedule import CompressionSchedule, Phase
 from yafsdp_cc.engine.communicator import CommContext, Communicator, ScratchBuffers
 from yafsdp_cc.engine.layout import Layout
 from yafsdp_cc.engine.param import Divisor
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 # Streams of random numbers and scratch buffers are of a body alone.
 on_ranks = partial(on_kept_ranks, fresh=True)

@@ -10,10 +10,10 @@ import copy
 import math
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,9 +41,6 @@ from tests.models import VOCABULARY, WIDTH, Attention, Transformer
 from tests.test_tensor_parallel import Net as DividedNet
 from tests.test_tensor_parallel import divided
 from tests.twins import seeded
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import runpy
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +14,6 @@ import torch.distributed as dist
 from tests.ranks import on_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import nn
 
     from tests.reference import Gradients

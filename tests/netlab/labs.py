@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from yafsdp_cc.tools.netlab import Lab, Traffic, Unavailable
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 MEGABYTE = 1 << 20
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,9 +13,6 @@ import yafsdp_cc
 from tests.compression.ledger import net
 from tests.internals import Codec, Noise
 from yafsdp_cc import Compression
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 
 class Lossless(Codec):

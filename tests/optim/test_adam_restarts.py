@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,7 +18,6 @@ from yafsdp_cc import Compression
 from yafsdp_cc.optim import OneBitAdam, OneBitLamb, ZeroOneAdam
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
 SAVED_AT, THEN = (3, 5, 6, 14), 8

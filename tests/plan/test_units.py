@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -11,9 +11,6 @@ from torch import nn
 
 from yafsdp_cc.sharding import units
 from yafsdp_cc.sharding.units import Division, Units, find_units
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 @pytest.fixture(autouse=True)

@@ -6,10 +6,10 @@ import json
 import random
 import re
 import sqlite3
+from collections.abc import Callable
 from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -23,9 +23,6 @@ from tests.ranks import on_ranks
 from tests.report.traces import GEMM, OTHER_PROCESS, TRUTH, write_kineto, write_nsys
 from yafsdp_cc.tools.report.overlap import Shared, joined, length, measure, without
 from yafsdp_cc.tools.report.trace import UnreadableError, read
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 def test_arithmetic_is_that_of_sets_of_microseconds() -> None:

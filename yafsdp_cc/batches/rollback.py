@@ -15,6 +15,7 @@ from __future__ import annotations
 import random
 import sys
 from collections import deque
+from collections.abc import Callable
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -30,8 +31,6 @@ from yafsdp_cc.compression.schedule import CompressionObserver, LocalClip
 from yafsdp_cc.engine.step_state import shallow_copy
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import nn
 
     from yafsdp_cc.engine.state import FSDPState

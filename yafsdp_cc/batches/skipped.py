@@ -30,6 +30,7 @@ import traceback
 import weakref
 import zlib
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -52,8 +53,6 @@ from yafsdp_cc.replicas.sync import refuse_sync
 from yafsdp_cc.tensor import reductions
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
     from torch._C._distributed_c10d import Store
     from torch.distributed.device_mesh import DeviceMesh
 

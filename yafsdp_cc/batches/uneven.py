@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,8 +17,6 @@ from yafsdp_cc.ranks.mesh import all_groups, all_reduce_over
 from yafsdp_cc.replicas.sync import refuse_sync
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
     from torch.distributed.device_mesh import DeviceMesh
 
 Batch = TypeVar("Batch")

@@ -25,16 +25,14 @@ import shutil
 import warnings
 import zipfile
 import zlib
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
 
 METADATA = ".metadata"
 """File with the table of contents."""

@@ -14,10 +14,11 @@ import json
 import os
 import shutil
 from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -54,9 +55,6 @@ from yafsdp_cc.fsdp2.module import (
 from yafsdp_cc.ranks.checks import refused_together
 from yafsdp_cc.replicas.sync import synchronize_replicas
 from yafsdp_cc.tensor.dtensor import FlatDTensor
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
 
 _INDEX = "model.safetensors.index.json"
 _PACKED = ".packed"

@@ -7,6 +7,7 @@ time only to verify checksums, so that no second copy of the model is held.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,8 +44,6 @@ from yafsdp_cc.ranks.checks import all_gather_objects, table_of_ranks
 from yafsdp_cc.replicas.sync import local_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-
     from torch.distributed.checkpoint.metadata import Metadata
     from torch.optim import Optimizer
 

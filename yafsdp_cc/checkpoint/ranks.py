@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import pickle
 import warnings
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch.distributed as dist
 from torch import nn
@@ -19,9 +20,6 @@ from yafsdp_cc.fsdp2.module import ShardedModule, ranks_of_model, require_state
 from yafsdp_cc.ranks.checks import all_gather_objects, check_settings
 from yafsdp_cc.ranks.mesh import group_once, new_group, timeout_of
 from yafsdp_cc.replicas.sync import sync_of
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 Group: TypeAlias = "tuple[dist.ProcessGroup, ...]"
 """A gloo group, as ``ranks.mesh`` takes it; () for a single process."""

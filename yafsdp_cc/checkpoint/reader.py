@@ -12,6 +12,7 @@ import io
 import math
 import pickle
 import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import is_dataclass
 from itertools import groupby, product
@@ -38,8 +39,6 @@ from yafsdp_cc.checkpoint.files import METADATA, check_entry, load_plain, readin
 from yafsdp_cc.checkpoint.state import MODEL, paths_in, plain_name
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-
     from torch.distributed.checkpoint.metadata import Metadata
     from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 

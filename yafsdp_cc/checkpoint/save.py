@@ -6,6 +6,7 @@ import logging
 import os
 import zlib
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from functools import cache
@@ -26,8 +27,6 @@ from yafsdp_cc.ranks.checks import all_gather_objects
 from yafsdp_cc.replicas.sync import synchronize_replicas
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch.optim import Optimizer
 
     from yafsdp_cc.checkpoint.ranks import Group

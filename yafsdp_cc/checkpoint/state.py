@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import io
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -24,8 +24,6 @@ from torch.optim import Optimizer
 from yafsdp_cc.fsdp2.module import WRAPPERS, ShardedModule
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from torch.distributed.checkpoint.metadata import Metadata
 
 Optimizers: TypeAlias = Optimizer | Sequence[Optimizer] | None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 import zlib
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -15,8 +16,6 @@ from yafsdp_cc.checkpoint import files
 from yafsdp_cc.checkpoint.reader import CRC, EXTRA_SUMS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
     from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
     from torch.distributed.checkpoint.storage import WriteResult

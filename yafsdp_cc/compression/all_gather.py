@@ -22,6 +22,7 @@ differences is bounded, and the number of kernels depends on the number of weigh
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -36,8 +37,6 @@ from yafsdp_cc.compression.error_feedback import CompressionError, lost_share
 from yafsdp_cc.engine.collectives import ExactAllGather
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
     import torch.distributed as dist
 
     from yafsdp_cc.compression.codec import Codec

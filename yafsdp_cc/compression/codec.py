@@ -15,6 +15,7 @@ NaN throughout the block.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from functools import reduce, wraps
 from itertools import accumulate
 from operator import or_
@@ -24,8 +25,6 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from yafsdp_cc.engine.layout import Layout
 
 FORMAT = 1

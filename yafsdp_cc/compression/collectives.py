@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING
 
 from yafsdp_cc.compression.all_gather import ENCODED_DTYPES, DeltaAllGather, RoundedAllGather
@@ -19,8 +20,6 @@ from yafsdp_cc.forms.extensions import holds_bytes
 from yafsdp_cc.ranks.mesh import replicate_group
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
-
     from torch.distributed.device_mesh import DeviceMesh
 
     from yafsdp_cc.compression.config import Compression

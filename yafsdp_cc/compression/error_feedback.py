@@ -30,6 +30,7 @@ import ctypes
 import logging
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import isfinite
@@ -42,8 +43,6 @@ from torch import Tensor
 from yafsdp_cc.compression.codec import codec_of, largest_of, step_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from yafsdp_cc.compression.codec import Codec, Noise
     from yafsdp_cc.engine.communicator import CommContext, Works
     from yafsdp_cc.engine.layout import Layout

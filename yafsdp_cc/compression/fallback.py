@@ -16,6 +16,7 @@ still holds.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
 from math import isfinite, sqrt
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -32,8 +33,6 @@ from yafsdp_cc.engine.streams import PinnedReadback
 from yafsdp_cc.ranks.mesh import all_groups, all_reduce_over
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from torch import Tensor
 
     from yafsdp_cc.compression.error_feedback import CompressionError

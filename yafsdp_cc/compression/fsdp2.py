@@ -10,6 +10,7 @@ are unused, residuals are told apart by the size of the buffer.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -38,8 +39,6 @@ from yafsdp_cc.fsdp2.module import ShardedModule
 from yafsdp_cc.ranks.mesh import all_gather_single, reduce_scatter_single
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch.distributed.distributed_c10d import ReduceOp
 
 

@@ -26,6 +26,7 @@ from __future__ import annotations
 import math
 import zlib
 from abc import abstractmethod
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -34,8 +35,6 @@ from torch import Tensor
 from yafsdp_cc.compression.error_feedback import RECEIVED, SENT, SUM, Encoder, Feedback, PeerChunks, other_chunks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
     from yafsdp_cc.compression.config import Compression
     from yafsdp_cc.compression.error_feedback import SummedBuffer
     from yafsdp_cc.engine.communicator import CommContext, Works

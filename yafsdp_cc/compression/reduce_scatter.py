@@ -35,6 +35,7 @@ from __future__ import annotations
 
 import zlib
 from abc import abstractmethod
+from collections.abc import Iterator, Mapping
 from functools import cache, partial
 from typing import TYPE_CHECKING
 
@@ -63,8 +64,6 @@ from yafsdp_cc.engine.collectives import ExactReduceScatter
 from yafsdp_cc.engine.protocols import Collective, ReduceScatter
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
     from yafsdp_cc.compression.codec import Codec
     from yafsdp_cc.compression.error_feedback import SummedBuffer
     from yafsdp_cc.compression.powersgd import LowRank

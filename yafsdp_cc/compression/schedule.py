@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol, cast
 
@@ -18,8 +19,6 @@ from yafsdp_cc.engine.protocols import Observer
 from yafsdp_cc.fsdp2.module import require_state
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from torch import Tensor, nn
     from typing_extensions import Self
 

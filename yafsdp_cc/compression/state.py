@@ -11,6 +11,7 @@ mean of the ranks' estimates, from which all ranks resume: the sum of estimates 
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,8 +24,6 @@ from yafsdp_cc.ranks.mesh import all_groups
 from yafsdp_cc.tensor.dtensor import flat_dtensor
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping
-
     from torch import Tensor
 
     from yafsdp_cc.engine.param import FlatParam

@@ -16,6 +16,7 @@ import re
 import time
 import zlib
 from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -28,8 +29,6 @@ from yafsdp_cc.ranks.checks import named_ranks, table_of_ranks
 from yafsdp_cc.ranks.mesh import backend_of, is_python_group, timeout_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     import torch
     import torch.distributed as dist
     from torch._C._distributed_c10d import Store

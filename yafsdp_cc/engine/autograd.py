@@ -17,6 +17,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import namedtuple
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
@@ -25,8 +26,6 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from yafsdp_cc.engine.param import FSDPParam
 
 

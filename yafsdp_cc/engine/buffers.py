@@ -17,6 +17,7 @@ makes it right.
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,8 +26,6 @@ from yafsdp_cc.engine.layout import align
 from yafsdp_cc.ranks.mesh import allocate
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
-
     import torch.distributed as dist
     from torch import Tensor
 

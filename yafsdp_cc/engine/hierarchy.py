@@ -13,6 +13,7 @@ micro-batches cross the slow network once.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -23,8 +24,6 @@ from yafsdp_cc.engine.protocols import AllReduce
 from yafsdp_cc.engine.step_state import StepState, history, unreduced
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
     from torch import Tensor
 
     from yafsdp_cc.engine.communicator import CommContext, Works

@@ -24,6 +24,7 @@ import math
 import operator
 import weakref
 from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import accumulate, groupby
@@ -39,8 +40,6 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from yafsdp_cc.ranks.mesh import broadcast_over, shard_group, shard_rank
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import torch.distributed as dist
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
     from torch.distributed.tensor.placement_types import Placement

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import sys
 import weakref
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -23,8 +24,6 @@ from yafsdp_cc.engine.buffers import offsets_of
 from yafsdp_cc.engine.step_state import StepState, transient, unreduced
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
     from torch.distributed.tensor import DTensor
 
     from yafsdp_cc.engine.buffers import Buffer

@@ -15,6 +15,7 @@ buffer alive until the reduce that reads it is over.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -30,8 +31,6 @@ from yafsdp_cc.engine.streams import CommHandle
 from yafsdp_cc.profiling import Span, span
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     import torch.distributed as dist
 
     from yafsdp_cc.engine.communicator import CommContext

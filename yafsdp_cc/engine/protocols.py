@@ -21,11 +21,10 @@ issuing thread and ``finish`` in the thread that waits, never two at once.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
     from torch import Tensor
 
     from yafsdp_cc.engine.communicator import CommContext, Works

@@ -10,6 +10,7 @@ that also carries which parameters each rank has used:
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -21,8 +22,6 @@ from yafsdp_cc.engine.param import FlatParam
 from yafsdp_cc.engine.streams import PinnedReadback
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-
     from torch import Tensor
 
     from yafsdp_cc.engine.agreement import Describe, Operation

@@ -24,6 +24,7 @@ import logging
 import sys
 import weakref
 from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -45,7 +46,6 @@ from yafsdp_cc.ranks.checks import all_gather_objects
 from yafsdp_cc.ranks.mesh import all_groups
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
     from types import FrameType
 
     from yafsdp_cc.engine.param import FlatParam, FSDPParam, UnshardedParams

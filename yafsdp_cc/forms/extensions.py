@@ -27,6 +27,7 @@ the local tensor after sharding. The gradient is always one plain tensor:
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -49,8 +50,6 @@ from yafsdp_cc.forms.subclasses import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import MixedPrecisionPolicy
 

@@ -16,6 +16,7 @@ the device it is one more copy, in the idle direction.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -26,8 +27,6 @@ from yafsdp_cc.engine.param import FlatParam, ShardedGrad, grad_dtype_of
 from yafsdp_cc.engine.replicated import ReplicatedFlatParam
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
     from torch import Tensor
     from torch.distributed.fsdp import OffloadPolicy
 

@@ -7,6 +7,7 @@ forward    DTensor on (dp, tp), placed as (Replicate, Shard(0)); its gradient as
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +18,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from yafsdp_cc.engine.layout import DIVIDED_AS, TensorParallel, joint_mesh
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
-
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
 

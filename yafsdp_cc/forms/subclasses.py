@@ -18,9 +18,10 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,9 +29,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.dlpack import from_dlpack
 
 from yafsdp_cc.engine.layout import align
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
 
 PLAIN = (nn.Parameter, Tensor, FakeTensor)
 """Classes of plain parameters and plain local tensors; ``FakeTensor`` occurs in estimates of memory."""

@@ -13,7 +13,7 @@ import gc
 import logging
 import sys
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -43,8 +43,6 @@ from yafsdp_cc.tensor.unsharded import register_until_reshard, reshard, reshard_
 from yafsdp_cc.tensor.unwritten import makes_empty, mark_unwritten
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
     from torch.distributed.fsdp._fully_shard import _fsdp_api as fsdp2
     from typing_extensions import Self
 

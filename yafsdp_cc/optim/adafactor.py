@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -14,8 +15,6 @@ from yafsdp_cc.ranks.mesh import all_reduce_over
 from yafsdp_cc.tensor.dtensor import FlatDTensor, flat_dtensor, summand_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from torch import Tensor
 
     from yafsdp_cc.engine.layout import ShardSpec

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -13,8 +14,6 @@ from yafsdp_cc.optim.update import Row, Rule, adam_settings, update
 from yafsdp_cc.tensor.dtensor import increment_version
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from torch import Tensor
     from torch.optim.optimizer import ParamsT
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
@@ -19,8 +20,6 @@ from yafsdp_cc.tensor.dtensor import increment_version, summand_of
 from yafsdp_cc.tensor.reductions import Across, Partials, Reduction
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
     from torch import Tensor
     from torch.optim.optimizer import ParamsT
 

@@ -15,6 +15,7 @@ import re
 from abc import abstractmethod
 from bisect import bisect_right
 from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -31,8 +32,6 @@ from yafsdp_cc.ranks.mesh import shard_group, shard_rank, to_mesh_device
 from yafsdp_cc.tensor.dtensor import FlatDTensor, flat_dtensor, increment_version
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
     from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
     from torch.optim.optimizer import ParamsT

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,8 +15,6 @@ from torch import Tensor
 from yafsdp_cc.optim.matrix import MatrixOptimizer
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from torch.optim.optimizer import ParamsT
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import gc
 import warnings
 from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, TypeAlias
 
 import torch
@@ -27,8 +28,6 @@ from yafsdp_cc.engine.state import engine_of
 from yafsdp_cc.tensor.dtensor import FlatDTensor, flat_dtensor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
     from torch import Tensor
     from torch.optim.optimizer import ParamsT
 

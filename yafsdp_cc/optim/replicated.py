@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,8 +19,6 @@ from yafsdp_cc.optim.update import Row, Rule, adam_settings, update
 from yafsdp_cc.ranks.checks import all_gather_objects, checksum
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import Tensor
     from torch.optim.optimizer import ParamsT
 

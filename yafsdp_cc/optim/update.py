@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,8 +20,6 @@ from yafsdp_cc.compression.error_feedback import ops_for, stream_of
 from yafsdp_cc.tensor.dtensor import increment_version
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch import Tensor
 
 _READ = (torch.float32, torch.bfloat16, torch.float16)

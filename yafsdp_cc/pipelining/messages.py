@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,9 +18,6 @@ from torch.nn import functional
 
 from yafsdp_cc.compression.codec import Codec, Noise, Scaled, codec_of, hashed
 from yafsdp_cc.compression.error_feedback import Residual, decode, encode
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 class SenderState:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections import OrderedDict
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -27,8 +28,6 @@ from yafsdp_cc.pipelining.messages import Encoding
 from yafsdp_cc.pipelining.settings import DIGEST
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from yafsdp_cc.pipelining.messages import SenderState
 
 

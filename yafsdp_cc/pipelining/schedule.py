@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,9 +15,6 @@ from yafsdp_cc.engine.spec import specs_below
 from yafsdp_cc.pipelining.sharded import ShardedStage
 from yafsdp_cc.pipelining.stage import CompressedStage
 from yafsdp_cc.pipelining.timeline import BACKWARDS, HIDES, computed
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 S = TypeVar("S", PipelineScheduleSingle, PipelineScheduleMulti)
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from yafsdp_cc.compression.codec import BLOCK, LOW_RANK, Scaled, codec_of
 from yafsdp_cc.pipelining.messages import Encoded, Encoding, Exact, LowRank, Rounding, relative_error
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 LARGEST_ERROR = 0.5**0.5
 """Bound on c in E‖x − Q(x)‖ ≤ c‖x‖: AQ-SGD needs a codec of less (Wang et al., "Fine-tuning Language Models over Slow

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import zlib
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,8 +25,6 @@ from yafsdp_cc.pipelining.sharded import ShardedStage
 from yafsdp_cc.profiling import span
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     import torch.distributed as dist
 
 _SEAM = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -14,8 +15,6 @@ from yafsdp_cc.engine.communicator import CommContext, Communicator, ScratchBuff
 from yafsdp_cc.engine.layout import align
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
-
     from torch.distributed.device_mesh import DeviceMesh
 
 BACKWARDS = (_ComputationType.FULL_BACKWARD, _ComputationType.BACKWARD_INPUT)

@@ -7,6 +7,7 @@ are sharded across the last dimension; ranks along the first one hold the same s
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
@@ -16,8 +17,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable, Sequence
-
     from torch import Tensor
 
 T = TypeVar("T")

@@ -45,6 +45,7 @@ with push-sum weights.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -60,8 +61,6 @@ from yafsdp_cc.replicas.messages import PeerMailbox, PeerMessage, agreed
 from yafsdp_cc.replicas.sync import LocalBuffer, ReplicaSync, local_of, sum_over
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer

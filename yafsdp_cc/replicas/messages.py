@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,8 +19,6 @@ from yafsdp_cc.ranks.mesh import timeout_of
 from yafsdp_cc.replicas.sync import LocalBuffer, sum_over
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch import Tensor
 
     from yafsdp_cc.compression.codec import Codec

@@ -20,6 +20,7 @@ SparseLoCo (Sarfi et al., 2025, algorithm 1).
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -47,8 +48,6 @@ from yafsdp_cc.replicas.sync import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer

@@ -26,6 +26,7 @@ with any optimizer, shards and encoded sums. ACCO: Accumulate While You Communic
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -36,8 +37,6 @@ from yafsdp_cc.replicas.messages import BackgroundSum
 from yafsdp_cc.replicas.sync import LocalBuffer, ReplicaSync, check_steps, local_of, read_grads, runs_of, set_grad
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from torch import nn
     from torch.optim import Optimizer
 

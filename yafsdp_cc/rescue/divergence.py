@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Hashable
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
@@ -15,8 +16,6 @@ from yafsdp_cc.ranks.checks import all_gather_objects, checksum
 from yafsdp_cc.replicas.sync import local_of, refuse_sync
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable
-
     from yafsdp_cc.checkpoint.state import Optimizers
 
 

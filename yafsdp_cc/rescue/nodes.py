@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -14,8 +15,6 @@ from yafsdp_cc.checkpoint.ranks import place_in, together
 from yafsdp_cc.ranks.checks import all_gather_objects
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
-
     import torch.distributed as dist
 
     from yafsdp_cc.checkpoint.ranks import Group

@@ -21,6 +21,7 @@ import time
 import warnings
 import weakref
 import zlib
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -49,8 +50,6 @@ from yafsdp_cc.rescue.memory import MEMORY, folder_of_run
 from yafsdp_cc.rescue.nodes import LostError, Nodes, Transfer, fetch, files_in, transfer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator
-
     from yafsdp_cc.checkpoint.ranks import Ranks
     from yafsdp_cc.checkpoint.state import Optimizers
     from yafsdp_cc.engine.param_group import GroupContext

@@ -15,6 +15,7 @@ import itertools
 import math
 import threading
 from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -30,7 +31,6 @@ from yafsdp_cc.compression.error_feedback import Residual, decode, encode
 from yafsdp_cc.ranks.checks import all_gather_objects, check_settings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
     from types import TracebackType
 
 REQUEST, ANSWER, NOTHING = 1, 2, 3

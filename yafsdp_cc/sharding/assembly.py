@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 import zlib
 from collections import defaultdict
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -45,7 +46,6 @@ from yafsdp_cc.tensor.reductions import fingerprints
 from yafsdp_cc.tensor.unsharded import StayUnsharded
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from contextlib import AbstractContextManager
 
     from torch import Tensor

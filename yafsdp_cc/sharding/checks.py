@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Collection, Iterable, Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,8 +17,6 @@ from yafsdp_cc.forms.subclasses import subclass_of, tensors_of
 from yafsdp_cc.ranks.checks import all_gather_objects, checksum, table_of_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
-
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import MixedPrecisionPolicy

@@ -13,6 +13,7 @@ from the engine's buffers.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,8 +24,6 @@ from yafsdp_cc.engine.communicator import Communicator
 from yafsdp_cc.engine.protocols import AllGather, ReduceScatter
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
     from torch import Tensor
     from torch.distributed.fsdp._fully_shard import _fsdp_api as fsdp2
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from itertools import chain
 from operator import is_
 from typing import TYPE_CHECKING, Any
@@ -11,8 +12,6 @@ from yafsdp_cc.tensor.module_parameters import named_sharded_parameters
 from yafsdp_cc.tensor.unwritten import check_written
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
-
     from torch import nn
 
     from yafsdp_cc.engine.state import FSDPState

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +18,6 @@ from yafsdp_cc.sharding.assembly import assemble, state_of
 from yafsdp_cc.sharding.units import is_called
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
     from yafsdp_cc.engine.param_group import ParamGroup
     from yafsdp_cc.engine.state import FSDPState
 

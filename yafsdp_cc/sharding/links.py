@@ -6,6 +6,7 @@ Over slow links a communicator sends point-to-point messages (``communicator``).
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -17,8 +18,6 @@ from yafsdp_cc.engine.agreement import wait_for_key
 from yafsdp_cc.ranks.mesh import slow_links
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from torch._C._distributed_c10d import Store
 
 PROBE_BYTES = 1 << 20

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,8 +12,6 @@ from yafsdp_cc.forms.subclasses import empty_like, leave_meta
 from yafsdp_cc.tensor.unwritten import mark_unwritten
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from yafsdp_cc.sharding.units import OwnedParameter
 
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from itertools import accumulate
@@ -33,8 +33,6 @@ from torch.distributed.tensor import DTensor, Shard
 from yafsdp_cc.sharding.units import present
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from yafsdp_cc.sharding.units import Division, OwnedParameter
 
 Ownership = Literal["flat", "matrix"] | Collection[str]

@@ -6,6 +6,7 @@ It returns a ``ParamGroupSpec`` of the parameters sharded together, from which `
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
 
@@ -32,8 +33,6 @@ from yafsdp_cc.forms.subclasses import subclass_of, tensors_of
 from yafsdp_cc.tensor.dtensor import flat_dtensor, follow_optimizers, mark_replaced, take_grads_of_autograd
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Mapping, Sequence
-
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import MixedPrecisionPolicy
 

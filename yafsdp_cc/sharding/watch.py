@@ -14,6 +14,7 @@ import sysconfig
 import threading
 import time
 import weakref
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -26,7 +27,6 @@ from yafsdp_cc.ranks.mesh import timeout_of
 from yafsdp_cc.sharding.status import describe
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
     from types import FrameType
 
     from torch._C._distributed_c10d import Store

@@ -23,6 +23,7 @@ import math
 import traceback
 import weakref
 from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NoReturn, cast
@@ -56,8 +57,6 @@ from yafsdp_cc.tensor.reductions import Across, LazyReduction, Reduction, Summan
 from yafsdp_cc.tensor.rows import are_rows, first_rows, flat_range_of, is_by_rows, is_flat_range, rows_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -14,8 +15,6 @@ from yafsdp_cc.forms.subclasses import as_plain
 from yafsdp_cc.ranks.mesh import all_groups, all_reduce_over, reduce_scatter_single, to_mesh_device
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from yafsdp_cc.engine.layout import ShardSpec
 
 GradReduction: TypeAlias = Literal["mean", "sum", "same"]

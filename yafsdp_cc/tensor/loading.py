@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, cast
 
@@ -26,8 +27,6 @@ from yafsdp_cc.tensor.rows import flat_range_of, is_by_rows, is_flat_range
 from yafsdp_cc.tensor.unwritten import makes_empty, mark_unwritten
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     from yafsdp_cc.engine.param import FlatParam, FSDPParam

@@ -5,7 +5,8 @@ Where modules show unsharded weights outside of a forward (``tensor.unsharded``)
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import ItemsView, Iterator, ValuesView
+from typing import Any, cast
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -16,9 +17,6 @@ from yafsdp_cc.engine.param import owner_of
 from yafsdp_cc.engine.state import engine_of
 from yafsdp_cc.forms.extensions import forward_dtype
 from yafsdp_cc.tensor.dtensor import FlatDTensor, is_unsharded
-
-if TYPE_CHECKING:
-    from collections.abc import ItemsView, Iterator, ValuesView
 
 
 class ModuleParameters(dict[str, "torch.nn.Parameter | None"]):

@@ -14,6 +14,7 @@ import functools
 import math
 import weakref
 from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, cast
@@ -29,8 +30,6 @@ from yafsdp_cc.forms.subclasses import PLAIN
 from yafsdp_cc.ranks.mesh import all_reduce_over, backend_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from torch.distributed.device_mesh import DeviceMesh
 
 aten = torch.ops.aten

@@ -12,6 +12,7 @@ ever has the whole tensor.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -24,8 +25,6 @@ from yafsdp_cc.engine.layout import RowShardSpec
 from yafsdp_cc.ranks.mesh import shard_group, to_mesh_device
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
 

@@ -9,6 +9,7 @@ the sharded parameters again, for optimizers, clipping and checkpoints.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,8 +19,6 @@ from yafsdp_cc.engine.state import engine_of
 from yafsdp_cc.tensor.dtensor import mark_unsharded
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
     from yafsdp_cc.engine.param import FSDPParam
     from yafsdp_cc.engine.param_group import ParamGroup
     from yafsdp_cc.engine.spec import ParamGroupSpec

@@ -7,6 +7,7 @@ kernel, leaves other bytes, so a tensor with values is never refused.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,8 +20,6 @@ from yafsdp_cc.ranks.mesh import all_groups
 from yafsdp_cc.tensor.module_parameters import named_sharded_parameters
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 

@@ -12,15 +12,13 @@ import os
 import runpy
 import shutil
 import subprocess
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
 
 _HERE = Path(__file__).resolve().parent
 _ROOT = _HERE.parents[2]
