@@ -14,6 +14,7 @@ import threading
 import time
 from collections import namedtuple
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -387,7 +388,7 @@ def test_no_more_than_every_steps_are_lost_at_any_moment(
 
         monkeypatch.setattr(files, "write", write_slowly)  # extra files, and tables of contents
         lost: list[int] = []
-        for last in (24, 30):
+        for last in (14, 18):
             rescue = WatchedRescue(nn.Linear(9, 9), every=every, slow=sleep)
             rescue._engine = Busy() if is_busy else None  # type: ignore[assignment]
             for step in range(rescue.restore(), last):
@@ -422,6 +423,24 @@ def test_a_snapshot_begins_by_so_much_earlier_that_training_does_not_wait_for_it
 
     # Nothing is known of their duration at first: they get half of ``every``.
     assert on_ranks(2, body) == [([5, 10, *range(17, 60, 7)], 0)] * 2
+
+
+def test_a_copy_goes_on_while_training_communicates_if_it_is_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(MEMORY, str(tmp_path))
+    rescue = yafsdp_cc.Rescue(nn.Linear(1, 1), every=10)
+    rescue._engine = Busy()  # type: ignore[assignment]
+    rescue._whole, rescue._started, rescue._next, rescue._steps = 30, 36, 46, 38  # it is due behind step 40
+    rescue._job = Future()
+    rescue._let_training_go_first(0.4)
+    waiting = threading.Thread(target=rescue._let_training_go_first, args=[0.6])
+    waiting.start()
+    waiting.join(0.1)
+    assert waiting.is_alive()
+    rescue._steps = 39
+    waiting.join()
+    rescue._let_training_go_first(0.7)
 
 
 def test_close_removes_what_a_run_has_in_memory(tmp_path: Path) -> None:

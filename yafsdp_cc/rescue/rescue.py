@@ -2,8 +2,8 @@
 
 A snapshot is a checkpoint in ``save``'s own format. Each rank writes its files to its node's memory; a rank of the next
 node, its buddy, gets a copy of them; and every node gets the table of contents, last of all. Whichever one node
-vanishes, the others have every file. The next snapshot is written over the one before the last. It begins so early that,
-if it takes as long as the last one, it is whole ``every`` steps behind it: here 2 of ``every=10`` steps earlier.
+vanishes, the others have every file. The next snapshot is written over the one before the last. It begins so early
+that, if it takes as long as the last one, it is whole ``every`` steps behind that one: here 2 of 10 steps earlier.
 
     training   ──step 40──copy to the host──step 41────────step 42──────── ... ──step 48──copy to the host──
     a thread                               └write, send to the buddy, table┘             └...
@@ -138,10 +138,11 @@ class Rescue:
         self._steps = -1
         """Number of finished steps; -1 before ``restore``."""
         self._started = self._whole = 0
-        """Numbers of finished steps when the job that is under way was begun, and in the last state that is known to be
-        whole. The latter changes only where this thread waits, so at the same step on every rank."""
+        """Numbers of finished steps when the job that is under way was begun, and in the newest state that is known to
+        be whole. The latter changes only where this thread waits, so behind the same step on every rank."""
         self._took = every // 2
-        """Steps that the last snapshot took, the same on every rank; the first one gets as many as any."""
+        """Steps that the last snapshot took, the same on every rank, by which the next one begins earlier: half of
+        ``every`` at first, and at most, as one that begins before the last one is due would wait for it."""
         self._form: TreeSpec | None = None
         """Structure of the state in the last snapshot."""
         self._copies: list[Any] = []
@@ -177,13 +178,11 @@ class Rescue:
         self._nodes = Nodes(self._folder, ranks.back)
         finished = [int(each.read_text() or 0) for each in self._folder.glob("steps-*")]
         here = (self._whole_snapshots(), max(finished, default=0), secrets.token_hex(4))
-        found = all_gather_objects(here, ranks.back)
-        self._life = found[0][2]
-        lost = max(each[1] for each in found)
-        names = {name for each in found for name in each[0]}
+        snapshots, last, lives = zip(*all_gather_objects(here, ranks.back), strict=True)
+        self._life, lost, names = lives[0], max(last), {name for each in snapshots for name in each}
         steps, source, snapshot = self._load(sorted(names, key=lambda name: (_step_of(name), name), reverse=True))
         self._steps = self._started = self._whole = steps
-        self._plan_next()
+        self._next = steps + self._every - self._took
         self._tell_progress()
         if self._nodes.is_first:
             self._remove_all_but(snapshot)
@@ -192,7 +191,7 @@ class Rescue:
             self._job = self._thread.submit(self._copy_again, snapshot)
         if self._nodes.rank == 0 and (source or lost):
             again = f"; steps {steps + 1} to {lost} are made again" if lost > steps else ""
-            _say(f"going on {source or 'from the beginning'}{again}")
+            print(f"yafsdp-cc: going on {source or 'from the beginning'}{again}", file=sys.stderr, flush=True)
         return steps
 
     def _load(self, snapshots: list[str]) -> tuple[int, str, str]:
@@ -212,7 +211,7 @@ class Rescue:
                 extra, parts = self._load_snapshot(self._folder / name)
             except (ValueError, pickle.UnpicklingError) as error:
                 if self._nodes.rank == 0:
-                    _say(f"a snapshot cannot be used: {error}")
+                    print(f"yafsdp-cc: a snapshot cannot be used: {error}", file=sys.stderr, flush=True)
                 if damage is None and not isinstance(error.__cause__ or error, LostError):
                     damage = error
             else:
@@ -256,7 +255,7 @@ class Rescue:
                 restore(extra[name])
 
     def step(self) -> None:
-        """Count a finished step, and begin a snapshot if it is time for one. A collective then.
+        """Count a finished step; begin a snapshot if it is time for one, a collective, and wait for one that is late.
 
         Call it behind the optimizer's step and whatever else a step changes.
 
@@ -277,8 +276,7 @@ class Rescue:
         # what is saved to ``path`` has threads and a group of its own.
         if self._steps - self._whole >= self._every:
             self._wait()
-        if self._save_every and self._steps % self._save_every == 0:
-            assert self._path is not None
+        if self._path is not None and self._save_every and self._steps % self._save_every == 0:
             save(self._path, self._model, self._optimizers, asynchronous=True, **self._extra())
 
     def close(self) -> None:
@@ -306,16 +304,9 @@ class Rescue:
             raise RuntimeError(f"the snapshot behind step {self._started} was not written: {error}") from error
         self._whole = self._started
 
-    def _plan_next(self) -> None:
-        """Set the step of the next snapshot, which is to be whole ``every`` steps from here.
-
-        One that takes more than half of ``every`` begins no earlier: it would wait for the one before it.
-        """
-        self._next = self._steps + self._every - min(self._took, self._every // 2)
-
     def _snapshot(self) -> None:
         self._wait()
-        self._plan_next()
+        self._next = self._steps + self._every - self._took
         if isinstance(self._model, ShardedModule):
             self._engine = require_state(self._model).context
         compressed = compression.sharded_state(self._model, means=False)
@@ -363,7 +354,7 @@ class Rescue:
         ]
         transfer(copies, folder, group, self._let_training_go_first)
         finished = all_gather_objects(self._steps, group)  # a barrier, too: now every file is on two nodes
-        self._took = max(finished) - step + 1  # with the one that training is in
+        self._took = min(max(finished) - step + 1, self._every // 2)  # with the step that training is in
         with together(group):  # behind this every node has the table, and no rank has gone on before
             if self._nodes.is_first:
                 files.write(folder / f"{METADATA}.part", found[0][1])
@@ -409,8 +400,8 @@ class Rescue:
     def _let_training_go_first(self, sent: float) -> None:
         """Wait while training communicates, unless it waits for the copy, or would before the copy is over.
 
-        The copy is spread over the steps until training would wait for it: those that the last snapshot took, and half
-        of ``every`` at most. If it is held up to the last of them, the next snapshot gets one more.
+        The copy is spread over the steps until training would wait for it, which are those that the last snapshot took:
+        if it is held up to the end of them, the next one gets one more, until half of ``every`` are reached.
         """
         left = min(self._next, self._whole + self._every) - self._started
         while self._job is not None and self._engine is not None and self._engine.is_communicating():
@@ -429,10 +420,6 @@ class _FilesInPlace(FileSystem):
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
         with open(path, "r+b") if os.path.exists(path) else open(path, "wb") as stream:
             yield stream
-
-
-def _say(text: str) -> None:
-    print(f"yafsdp-cc: {text}", file=sys.stderr, flush=True)
 
 
 def _step_of(name: str) -> int:
