@@ -433,14 +433,18 @@ def test_a_copy_goes_on_while_training_communicates_if_it_is_late(
     rescue._engine = Busy()  # type: ignore[assignment]
     rescue._whole, rescue._started, rescue._next, rescue._steps = 30, 36, 46, 38  # it is due behind step 40
     rescue._job = Future()
-    rescue._let_training_go_first(0.4)
-    waiting = threading.Thread(target=rescue._let_training_go_first, args=[0.6])
-    waiting.start()
-    waiting.join(0.1)
-    assert waiting.is_alive()
+
+    def goes_on(sent: float) -> bool:
+        thread = threading.Thread(target=rescue._let_training_go_first, args=[sent])
+        thread.start()
+        thread.join(0.5)
+        return not thread.is_alive()
+
+    found = [goes_on(0.4), goes_on(0.6)]
     rescue._steps = 39
-    waiting.join()
-    rescue._let_training_go_first(0.7)
+    found += [goes_on(0.7), goes_on(0.8)]
+    rescue._job = None  # training waits for it
+    assert [*found, goes_on(0.9)] == [True, False, True, False, True]
 
 
 def test_close_removes_what_a_run_has_in_memory(tmp_path: Path) -> None:
