@@ -24,7 +24,7 @@ def load(path: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -
 
 
 def main() -> None:
-    """Train ``STEPS`` steps with a snapshot each ``EVERY``; write finished steps, and the digest, to a folder."""
+    """Train ``STEPS`` steps, of which a kill costs ``EVERY`` at most; write finished steps and a digest to a folder."""
     folder, steps = Path(sys.argv[1]), int(os.environ["STEPS"])
     (folder / f"pid-{os.environ['RANK']}").write_text(str(os.getpid()))
     torch.manual_seed(0)

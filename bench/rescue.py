@@ -46,15 +46,16 @@ def body(lab: Lab, pairs: int, windows: int) -> list[tuple[Round, Round]]:
     model = GPT()
     yafsdp_cc.shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    rescue = yafsdp_cc.Rescue(model, optimizer, every=STEPS)
+    rescue = yafsdp_cc.Rescue(model, optimizer, every=2 * STEPS)
     rescue.restore()
     drawn = torch.Generator().manual_seed(rank)
 
-    def train(is_rescued: bool, steps: int = STEPS) -> Round:
+    def train(is_rescued: bool) -> Round:
         dist.barrier()
         sent = lab.traffic()[rank // 2].sent
         begin, cpu = time.perf_counter(), time.process_time()
-        for _ in range(steps):
+        rescue._next = rescue._steps + 1  # a snapshot behind the first step, with the others of the round for its copy
+        for _ in range(STEPS):
             loss_of(model, torch.randint(256, (windows, 257), generator=drawn)).backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -65,7 +66,7 @@ def body(lab: Lab, pairs: int, windows: int) -> list[tuple[Round, Round]]:
         dist.all_reduce(used)
         return Round(used[0].item() / dist.get_world_size(), used[1].item(), lab.traffic()[rank // 2].sent - sent)
 
-    train(True, 2 * STEPS - 1)  # each later round of snapshots begins its own behind its first step
+    train(True), train(True)  # the first snapshots make what later ones write over
     measured = [(train(False), train(True)) for _ in range(pairs)]
     rescue.close()
     return measured

@@ -11,7 +11,10 @@ import random
 import re
 import shutil
 import threading
+import time
 from collections import namedtuple
+from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +31,7 @@ import yafsdp_cc
 from tests.ranks import RankError
 from tests.ranks import on_ranks as on_kept_ranks
 from tests.soak import also
+from yafsdp_cc.checkpoint import files
 from yafsdp_cc.checkpoint.save import wait_for_saves
 from yafsdp_cc.rescue.memory import MEMORY, RunMemory, folder_of_run
 from yafsdp_cc.rescue.nodes import Nodes, Transfer, transfer
@@ -56,7 +60,10 @@ class Loader:
 
 
 def train(folder: Path, steps: int, way: str = "exact", nodes: int = 1, **settings: Any) -> Settings:
-    """Train until so many steps are finished; return where it began, weights and whatever else was random."""
+    """Train until so many steps are finished; return where it began, weights and whatever else was random.
+
+    A snapshot that may take one step of three begins every two steps.
+    """
     rank, world = dist.get_rank(), dist.get_world_size()
     os.environ[MEMORY] = str(folder / f"node-{rank * nodes // world}")
     torch.manual_seed(0)
@@ -68,7 +75,7 @@ def train(folder: Path, steps: int, way: str = "exact", nodes: int = 1, **settin
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     drawn, loader = torch.Generator().manual_seed(rank), Loader()
-    rescue = yafsdp_cc.Rescue(model, optimizer, every=2, drawn=drawn, scheduler=scheduler, loader=loader, **settings)
+    rescue = yafsdp_cc.Rescue(model, optimizer, every=3, drawn=drawn, scheduler=scheduler, loader=loader, **settings)
     for each in (random.seed, np.random.seed, torch.manual_seed):
         each(rank)
     began = rescue.restore()
@@ -163,25 +170,25 @@ def test_where_no_node_has_a_part_and_there_is_no_checkpoint_a_run_begins_anew(
 def test_where_no_node_has_a_part_the_checkpoint_on_the_disk_is_taken(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    disk = {"path": tmp_path / "disk", "save_every": 4}
+    disk = {"path": tmp_path / "disk", "save_every": 3}
     undisturbed = on_ranks(2, lambda: train(tmp_path / "other", 9, nodes=2))
     on_ranks(2, lambda: train(tmp_path, 7, nodes=2, **disk))
     for node in range(2):
         shutil.rmtree(tmp_path / f"node-{node}")
     gone_on = on_ranks(2, lambda: train(tmp_path, 9, nodes=2, **disk))
-    assert [each["began"] for each in gone_on] == [4, 4]
+    assert [each["began"] for each in gone_on] == [6, 6]
     assert_same(gone_on, undisturbed)
-    assert f"going on behind step 4, from {tmp_path / 'disk'}\n" in capfd.readouterr().err
+    assert f"going on behind step 6, from {tmp_path / 'disk'}\n" in capfd.readouterr().err
 
 
 def test_a_checkpoint_that_is_newer_than_what_memory_has_is_taken(tmp_path: Path) -> None:
-    disk = {"path": tmp_path / "disk", "save_every": 4}
+    disk = {"path": tmp_path / "disk", "save_every": 3}
     on_ranks(2, lambda: train(tmp_path, 3, **disk))
     shutil.copytree(tmp_path / "node-0", tmp_path / "old")
     on_ranks(2, lambda: train(tmp_path, 5, **disk))
     shutil.rmtree(tmp_path / "node-0")
     (tmp_path / "old").rename(tmp_path / "node-0")
-    assert [each["began"] for each in on_ranks(2, lambda: train(tmp_path, 5, **disk))] == [4, 4]
+    assert [each["began"] for each in on_ranks(2, lambda: train(tmp_path, 5, **disk))] == [3, 3]
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 4), also(4, 2), also(4, 1)])
@@ -315,7 +322,7 @@ def test_a_learning_rate_in_a_tensor_is_that_of_the_snapshot(tmp_path: Path) -> 
         os.environ[MEMORY] = str(tmp_path)
         model = yafsdp_cc.shard(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)))
         optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(rate))
-        rescue = SlowRescue(model, optimizer, every=1)
+        rescue = SlowRescue(model, optimizer, every=2)
         began, found = rescue.restore(), optimizer.param_groups[0]["lr"].item()
         if not began:
             rescue.step()
@@ -326,6 +333,118 @@ def test_a_learning_rate_in_a_tensor_is_that_of_the_snapshot(tmp_path: Path) -> 
 
     assert on_ranks(2, body, 0.5) == [(0, 0.5)] * 2
     assert on_ranks(2, body, 0.75) == [(1, 0.5)] * 2
+
+
+class Busy:
+    """An engine that communicates without a pause."""
+
+    def is_communicating(self) -> bool:
+        return True
+
+
+class WatchedRescue(yafsdp_cc.Rescue):
+    """Tells what would be lost with all ranks at any moment, and which waits training has made; writes slowly."""
+
+    def __init__(self, *given: Any, every: int, slow: Callable[[yafsdp_cc.Rescue], None]) -> None:
+        super().__init__(*given, every=every)
+        self.slow, self.lost, self.begun, self.waits = slow, list[int](), list[int](), 0
+
+    def _tell_progress(self) -> None:  # what is lost grows here alone
+        super()._tell_progress()
+        self.lost.append(self._steps - self.newest())
+
+    def newest(self) -> int:
+        return max((int(re.split("[-.]", each)[1]) for each in self._whole_snapshots()), default=0)
+
+    def _snapshot(self) -> None:
+        super()._snapshot()
+        self.begun.append(self._steps)
+
+    def _wait(self) -> None:
+        self.waits += self._job is not None and not self._job.done()
+        super()._wait()
+
+    def _write(self, *given: Any) -> None:
+        self.slow(self)
+        super()._write(*given)
+
+
+@pytest.mark.parametrize("is_busy", [False, True])
+@pytest.mark.parametrize(("every", "world"), [(1, 2), (5, 2), also(2, 2), also(3, 4), (5, 4), also(10, 4)])
+def test_no_more_than_every_steps_are_lost_at_any_moment(
+    tmp_path: Path, every: int, world: int, is_busy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def body() -> tuple[list[int], list[int]]:
+        rank = dist.get_rank()
+        os.environ[MEMORY] = str(tmp_path / f"node-{rank * 2 // world}")
+        chance, write = random.Random(rank), files.write
+
+        def sleep(*_: Any) -> None:
+            time.sleep(chance.choice((0, 0, 0.01, 0.1)))
+
+        def write_slowly(*given: Any) -> None:
+            sleep()
+            write(*given)
+
+        monkeypatch.setattr(files, "write", write_slowly)  # extra files, and tables of contents
+        lost: list[int] = []
+        for last in (14, 18):
+            rescue = WatchedRescue(nn.Linear(9, 9), every=every, slow=sleep)
+            rescue._engine = Busy() if is_busy else None  # type: ignore[assignment]
+            for step in range(rescue.restore(), last):
+                time.sleep(0.02 * chance.random())  # ranks that do not wait for each other find more than those that do
+                rescue.step()
+                assert every > 1 or rescue.newest() == step + 1
+            rescue._wait()
+            lost += rescue.lost
+        return lost, rescue.begun
+
+    found = on_ranks(world, body)
+    assert all(max(lost) <= every for lost, _ in found), found
+    assert all(begun == found[0][1] for _, begun in found)
+
+
+def test_a_snapshot_begins_by_so_much_earlier_that_training_does_not_wait_for_it(tmp_path: Path) -> None:
+    def body() -> tuple[list[int], int]:
+        os.environ[MEMORY] = str(tmp_path)
+        rank = dist.get_rank()
+
+        def two_steps(rescue: yafsdp_cc.Rescue) -> None:
+            while rank and rescue._job is not None and rescue._steps < rescue._started + 2:
+                time.sleep(0.001)
+
+        rescue = WatchedRescue(nn.Linear(9, 9), every=10, slow=two_steps)
+        for _ in range(rescue.restore(), 60):
+            # A snapshot becomes whole in the second step of rank 0 behind its begin, and in the third one of rank 1.
+            while rescue._job and not rescue._job.done() and rescue._steps == rescue._started + 1 + rank:
+                time.sleep(0.001)
+            rescue.step()
+        return rescue.begun, rescue.waits
+
+    # Nothing is known of their duration at first: they get half of ``every``.
+    assert on_ranks(2, body) == [([5, 10, *range(17, 60, 7)], 0)] * 2
+
+
+def test_a_copy_goes_on_while_training_communicates_if_it_is_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(MEMORY, str(tmp_path))
+    rescue = yafsdp_cc.Rescue(nn.Linear(1, 1), every=10)
+    rescue._engine = Busy()  # type: ignore[assignment]
+    rescue._whole, rescue._started, rescue._next, rescue._steps = 30, 36, 46, 38  # it is due behind step 40
+    rescue._job = Future()
+
+    def goes_on(sent: float) -> bool:
+        thread = threading.Thread(target=rescue._let_training_go_first, args=[sent])
+        thread.start()
+        thread.join(0.5)
+        return not thread.is_alive()
+
+    found = [goes_on(0.4), goes_on(0.6)]
+    rescue._steps = 39
+    found += [goes_on(0.7), goes_on(0.8)]
+    rescue._job = None  # training waits for it
+    assert [*found, goes_on(0.9)] == [True, False, True, False, True]
 
 
 def test_close_removes_what_a_run_has_in_memory(tmp_path: Path) -> None:
@@ -365,7 +484,7 @@ def test_other_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv(MEMORY, str(tmp_path))
     with pytest.raises(TypeError, match="takes a module, and was given a str"):
         yafsdp_cc.Rescue("model")  # type: ignore[arg-type]  # which is the mistake
-    rescue = yafsdp_cc.Rescue(nn.Linear(1, 1), every=1)
+    rescue = yafsdp_cc.Rescue(nn.Linear(1, 1), every=2)
     with pytest.raises(RuntimeError, match=r"call Rescue.restore\(\) before the first step"):
         rescue.step()
     yafsdp_cc.save(tmp_path / "foreign", nn.Linear(1, 1))

@@ -2,9 +2,10 @@
 
 A snapshot is a checkpoint in ``save``'s own format. Each rank writes its files to its node's memory; a rank of the next
 node, its buddy, gets a copy of them; and every node gets the table of contents, last of all. Whichever one node
-vanishes, the others have every file. The next snapshot is written over the one before the last.
+vanishes, the others have every file. The next snapshot is written over the one before the last. It begins so early
+that, if it takes as long as the last one, it is whole ``every`` steps behind that one: here 2 of 10 steps earlier.
 
-    training   ──step 40──copy to the host──step 41────────step 42──────── ... ──step 50──copy to the host──
+    training   ──step 40──copy to the host──step 41────────step 42──────── ... ──step 48──copy to the host──
     a thread                               └write, send to the buddy, table┘             └...
 """
 
@@ -83,7 +84,8 @@ class Rescue:
     Args:
         model: sharded by this package, by FSDP2, or plain.
         optimizer: the optimizer of this model's parameters; or several, of different parameters.
-        every: number of steps from one snapshot to the next, and so the most that are made again.
+        every: the most steps that are made again. A snapshot begins earlier, by the steps that the last one took, and
+            training waits for one that is late.
         path: a folder on a file system that all ranks share, for checkpoints that outlive all nodes.
         save_every: number of steps from one checkpoint at ``path`` to the next, a multiple of ``every``.
         **states: objects with ``state_dict`` and ``load_state_dict``, such as schedulers and loaders, and generators.
@@ -132,10 +134,14 @@ class Rescue:
             raise ValueError(
                 f"{self._folder} cannot be made ({error}): snapshots need a memory that outlives a process, /dev/shm"
             ) from error
-        self._steps: int | None = None
-        """Number of finished steps; None before ``restore``."""
-        self._started = 0
-        """Number of finished steps when the snapshot that is under way was begun."""
+        self._steps = -1
+        """Number of finished steps; -1 before ``restore``."""
+        self._started = self._whole = 0
+        """Numbers of finished steps when the job that is under way was begun, and in the newest state that is known to
+        be whole. The latter changes only where this thread waits, so behind the same step on every rank."""
+        self._took = every // 2
+        """Steps that the last snapshot took, the same on every rank, by which the next one begins earlier: half of
+        ``every`` at first, and at most, as one that begins before the last one is due would wait for it."""
         self._form: TreeSpec | None = None
         """Structure of the state in the last snapshot."""
         self._copies: list[Any] = []
@@ -171,21 +177,20 @@ class Rescue:
         self._nodes = Nodes(self._folder, ranks.back)
         finished = [int(each.read_text() or 0) for each in self._folder.glob("steps-*")]
         here = (self._whole_snapshots(), max(finished, default=0), secrets.token_hex(4))
-        found = all_gather_objects(here, ranks.back)
-        self._life = found[0][2]
-        lost = max(each[1] for each in found)
-        names = {name for each in found for name in each[0]}
+        snapshots, last, lives = zip(*all_gather_objects(here, ranks.back), strict=True)
+        self._life, lost, names = lives[0], max(last), {name for each in snapshots for name in each}
         steps, source, snapshot = self._load(sorted(names, key=lambda name: (_step_of(name), name), reverse=True))
-        self._steps = steps
+        self._steps = self._started = self._whole = steps
+        self._next = steps + self._every - self._took
         self._tell_progress()
         if self._nodes.is_first:
             self._remove_all_but(snapshot)
         all_gather_objects(None, ranks.back)
         if snapshot and len(self._nodes.members) > 1:
-            self._started, self._job = steps, self._thread.submit(self._copy_again, snapshot)
+            self._job = self._thread.submit(self._copy_again, snapshot)
         if self._nodes.rank == 0 and (source or lost):
             again = f"; steps {steps + 1} to {lost} are made again" if lost > steps else ""
-            _say(f"going on {source or 'from the beginning'}{again}")
+            print(f"yafsdp-cc: going on {source or 'from the beginning'}{again}", file=sys.stderr, flush=True)
         return steps
 
     def _load(self, snapshots: list[str]) -> tuple[int, str, str]:
@@ -205,7 +210,7 @@ class Rescue:
                 extra, parts = self._load_snapshot(self._folder / name)
             except (ValueError, pickle.UnpicklingError) as error:
                 if self._nodes.rank == 0:
-                    _say(f"a snapshot cannot be used: {error}")
+                    print(f"yafsdp-cc: a snapshot cannot be used: {error}", file=sys.stderr, flush=True)
                 if damage is None and not isinstance(error.__cause__ or error, LostError):
                     damage = error
             else:
@@ -249,7 +254,7 @@ class Rescue:
                 restore(extra[name])
 
     def step(self) -> None:
-        """Count a finished step, and begin a snapshot if it is time for one. A collective then.
+        """Count a finished step; begin a snapshot if it is time for one, a collective, and wait for one that is late.
 
         Call it behind the optimizer's step and whatever else a step changes.
 
@@ -257,21 +262,27 @@ class Rescue:
             RuntimeError: ``restore`` was not called; or the snapshot before could not be written, as a rank has died or
                 the memory is full.
         """
-        if self._steps is None:
+        if self._steps < 0:
             raise RuntimeError("call Rescue.restore() before the first step: it says how many steps are finished")
         self._steps += 1
         self._tell_progress()
-        if self._steps % self._every == 0:
+        if self._steps == self._next:
             self._snapshot()
-        if self._save_every and self._steps % self._save_every == 0:
-            assert self._path is not None
+        # All ranks wait behind the same steps, and none waits for good. A rank that waits has issued all collectives of
+        # the step, so the others end it, too. The background threads need nothing but each other: they let training go
+        # first only on ranks that do not wait, and so until the step ends. A rank whose snapshot is whole goes on, and
+        # is waited for by no thread. What ``restore`` copies was waited for when the snapshot that is late was begun;
+        # what is saved to ``path`` has threads and a group of its own.
+        if self._steps - self._whole >= self._every:
+            self._wait()
+        if self._path is not None and self._save_every and self._steps % self._save_every == 0:
             save(self._path, self._model, self._optimizers, asynchronous=True, **self._extra())
 
     def close(self) -> None:
         """Wait for the snapshot under way, and remove this run's snapshots: training is over. A collective."""
         self._wait()
         self._thread.shutdown()
-        if self._steps is not None:
+        if self._steps >= 0:
             all_gather_objects(None, self._ranks.back)
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -290,10 +301,11 @@ class Rescue:
             job.result()
         except Exception as error:
             raise RuntimeError(f"the snapshot behind step {self._started} was not written: {error}") from error
+        self._whole = self._started
 
     def _snapshot(self) -> None:
-        assert self._steps is not None
         self._wait()
+        self._next = self._steps + self._every - self._took
         if isinstance(self._model, ShardedModule):
             self._engine = require_state(self._model).context
         compressed = compression.sharded_state(self._model, means=False)
@@ -340,10 +352,12 @@ class Rescue:
             for name, size in names
         ]
         transfer(copies, folder, group, self._let_training_go_first)
-        all_gather_objects(None, group)  # a barrier: now every file is on two nodes
-        if self._nodes.is_first:
-            files.write(folder / f"{METADATA}.part", found[0][1])
-            os.replace(folder / f"{METADATA}.part", folder / METADATA)
+        finished = all_gather_objects(self._steps, group)  # a barrier, too: now every file is on two nodes
+        self._took = min(max(finished) - step + 1, self._every // 2)  # with the step that training is in
+        with together(group):  # behind this every node has the table, and no rank has gone on before
+            if self._nodes.is_first:
+                files.write(folder / f"{METADATA}.part", found[0][1])
+                os.replace(folder / f"{METADATA}.part", folder / METADATA)
 
     def _copy_again(self, snapshot: str) -> None:
         """Copy files of a snapshot that one node alone has to its buddy, so that another node may be lost before the
@@ -383,10 +397,14 @@ class Rescue:
                 shutil.rmtree(each, ignore_errors=True)
 
     def _let_training_go_first(self, sent: float) -> None:
-        """Wait while training communicates, unless the next snapshot waits, or would before the copy is over."""
-        assert self._steps is not None
+        """Wait while training communicates, unless it waits for the copy, or would before the copy is over.
+
+        The copy is spread over the steps until training would wait for it, which are those that the last snapshot took:
+        if it is held up to the end of them, the next one gets one more, until half of ``every`` are reached.
+        """
+        left = min(self._next, self._whole + self._every) - self._started
         while self._job is not None and self._engine is not None and self._engine.is_communicating():
-            if sent * self._every < self._steps - self._started:
+            if sent * left < self._steps - self._started:
                 return
             time.sleep(_WAIT)
 
@@ -401,10 +419,6 @@ class _FilesInPlace(FileSystem):
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
         with open(path, "r+b") if os.path.exists(path) else open(path, "wb") as stream:
             yield stream
-
-
-def _say(text: str) -> None:
-    print(f"yafsdp-cc: {text}", file=sys.stderr, flush=True)
 
 
 def _step_of(name: str) -> int:
