@@ -151,17 +151,14 @@ class CudaCommStream(CommStream):
     The caller's stream is the current stream of ``device``, whatever device is current. Callers are the user's thread
     and autograd's, which runs a node on the stream of its forward. Current streams come from ``torch.accelerator`` by
     the device's index: ``torch.cuda.current_stream`` makes an object in Python for each of some 15 questions a group.
-
-    Args:
-        device: a CUDA device with an index.
     """
 
     is_ordered = True
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
-        self.device_index: int = device.index
         self.side = torch.cuda.Stream(device, priority=-1)
+        self.device_index: int = self.side.device_index  # that of the current device where ``device`` has none
         self._caller_point, self._begins = (torch.Event("cuda", enable_timing=False) for _ in range(2))
         self._relay = torch.cuda.Stream(device, priority=-1)
 
