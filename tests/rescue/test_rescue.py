@@ -490,7 +490,7 @@ def test_other_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     yafsdp_cc.save(tmp_path / "foreign", nn.Linear(1, 1))
     with pytest.raises(ValueError, match=r"foreign does not tell its step, as Rescue did not save it: read it by load"):
         yafsdp_cc.Rescue(nn.Linear(1, 1), path=tmp_path / "foreign").restore()
-    usage = namedtuple("usage", "total used free")(100, 90, 10)
+    usage, disk_usage = namedtuple("usage", "total used free")(100, 90, 10), shutil.disk_usage
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     rescue.restore()
     rescue.step()
@@ -499,6 +499,10 @@ def test_other_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         match=r"the snapshot behind step 1 was not written: .*No space left in .* bytes are needed, and 10 were free",
     ):
         rescue.step()
+    monkeypatch.setattr(shutil, "disk_usage", disk_usage)
+    rescue.step()  # of a program that goes on
+    rescue.step()
+    assert [each.parent.name.partition(".")[0] for each in tmp_path.glob("step-*/.metadata")] == ["step-3"]
     monkeypatch.setenv(MEMORY, "/proc/nowhere")
     with pytest.raises(ValueError, match=r"/proc/nowhere cannot be made .* needs? a memory that outlives a process"):
         yafsdp_cc.Rescue(nn.Linear(1, 1))

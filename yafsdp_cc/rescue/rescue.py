@@ -266,7 +266,7 @@ class Rescue:
             raise RuntimeError("call Rescue.restore() before the first step: it says how many steps are finished")
         self._steps += 1
         self._tell_progress()
-        if self._steps == self._next:
+        if self._steps >= self._next:  # more, if the snapshot before failed and the program went on
             self._snapshot()
         # All ranks wait behind the same steps, and none waits for good. A rank that waits has issued all collectives of
         # the step, so the others end it, too. The background threads need nothing but each other: they let training go
