@@ -26,7 +26,7 @@ def test_patches() -> None:
 def test_loading(way: str, tmp_path: Path) -> None:
     # Matrices of more than malloc keeps in its heap, which is resident already.
     for peak, new in on_ranks(2, loading.measured, way, 2, 1024, str(tmp_path / "weights")):
-        assert peak >= 0.95 * new * 2 * 2 * 1024**2  # this rank's shards; processors count some pages late
+        assert peak >= 0.9 * new * 2 * 2 * 1024**2  # this rank's shards; processors count some pages late
 
 
 @ranks(1)
