@@ -495,8 +495,8 @@ def install() -> None:
     torch.accelerator.current_stream = functions["current_stream"]
     torch.accelerator.set_stream = lambda stream: setattr(_Current, "stream", stream)
     torch.accelerator.current_device_index = lambda: 0
-    torch.Event = Event  # type: ignore[assignment,misc]
-    torch.Generator = Generator  # type: ignore[misc]
+    for owner, name, stand_in in ((torch, "Event", Event), (torch, "Generator", Generator)):
+        setattr(owner, name, stand_in)
     from yafsdp_cc.compression import error_feedback
 
     error_feedback._lacks = lambda device: ""  # the kernels of the CPU serve it

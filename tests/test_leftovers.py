@@ -27,7 +27,7 @@ def leaves_a_function() -> None:
 
 
 def leaves_a_method() -> None:
-    streams.CommHandle.wait = None  # type: ignore[method-assign,assignment]  # a method
+    streams.CommHandle.wait = None  # type: ignore[method-assign,assignment]  # a test that replaces a method
 
 
 def leaves_another_dtype() -> None:

@@ -179,7 +179,7 @@ def test_a_sum_of_many_messages(checks: KernelChecks, name: str) -> None:
     """Several messages are on their way at once, and are added in their order nevertheless."""
     at_once = set()
     for turn, messages in enumerate((15, 16, 17, 40)):
-        # Of usual numbers: a sum in another order is another one.
+        # A sum of random numbers ("usual") has other last bits where messages are added in another order.
         sums = [(None, 0), (torch.float32, 0), (torch.bfloat16, messages // 2), (torch.float16, messages)]
         for other, (dtype, place) in enumerate(sums):
             for block in BLOCKS[:4] if SOAK else [BLOCKS[(turn + other) % 4]]:

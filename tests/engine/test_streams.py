@@ -341,29 +341,28 @@ def test_waits_are_seen() -> None:
 
 @ranks(1)
 def test_who_waits_lets_the_next_collective_begin() -> None:
-    with streams():
-        comm, other = CudaCommStream(DEVICE), torch.cuda.Stream()
-        first, second = comm.handle(), comm.handle()
-        ready = torch.Event("cuda")
+    with streams() as model:
+        comm: Any = CudaCommStream(DEVICE)
+        first, second, caller = comm.handle(), comm.handle(), model.current
+        other, ready = Stream(), torch.Event("cuda")
         with torch.cuda.stream(other):
             made = torch.ones(4)
             ready.record(other)
 
         def start(async_op: bool) -> Any:
-            assert torch.cuda.current_stream() is comm.side
+            assert model.current is comm.side
             made.add_(1)
             return ()
 
         comm.issue(first, lambda _: ())
         comm.issue(second, start, after=ready)
         begun = dict(comm.side.clock)
-        assert torch.cuda.current_stream() is not comm.side
+        assert model.current is caller
         first.wait()
-        clock = torch.cuda.current_stream().clock  # type: ignore[attr-defined]
-        assert clock[other] == other.clock[other]  # type: ignore[attr-defined]  # the second one could begin,
-        assert clock.get(comm.side, 0) < begun[comm.side]  # and need not be over
+        assert caller.clock[other] == other.clock[other]  # what the second operation waits for is over,
+        assert caller.clock.get(comm.side, 0) < begun[comm.side]  # and the second operation need not be
         second.wait()
-        assert clock[comm.side] == begun[comm.side]
+        assert caller.clock[comm.side] == begun[comm.side]
 
 
 def two_groups(swaps: bool) -> None:

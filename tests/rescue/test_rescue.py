@@ -390,7 +390,7 @@ def test_no_more_than_every_steps_are_lost_at_any_moment(
         lost: list[int] = []
         for last in (14, 18):
             rescue = WatchedRescue(nn.Linear(9, 9), every=every, slow=sleep)
-            rescue._engine = Busy() if is_busy else None  # type: ignore[assignment]
+            monkeypatch.setattr(rescue, "_engine", Busy() if is_busy else None)
             for step in range(rescue.restore(), last):
                 time.sleep(0.02 * chance.random())  # ranks that do not wait for each other find more than those that do
                 rescue.step()
@@ -430,7 +430,7 @@ def test_a_copy_goes_on_while_training_communicates_if_it_is_late(
 ) -> None:
     monkeypatch.setenv(MEMORY, str(tmp_path))
     rescue = yafsdp_cc.Rescue(nn.Linear(1, 1), every=10)
-    rescue._engine = Busy()  # type: ignore[assignment]
+    monkeypatch.setattr(rescue, "_engine", Busy())
     rescue._whole, rescue._started, rescue._next, rescue._steps = 30, 36, 46, 38  # it is due behind step 40
     rescue._job = Future()
 

@@ -271,8 +271,8 @@ class Rescue:
         # All ranks wait behind the same steps, and none waits for good. A rank that waits has issued all collectives of
         # the step, so the others end it, too. The background threads need nothing but each other: they let training go
         # first only on ranks that do not wait, and so until the step ends. A rank whose snapshot is whole goes on, and
-        # is waited for by no thread. What ``restore`` copies was waited for when the snapshot that is late was begun;
-        # what is saved to ``path`` has threads and a group of its own.
+        # is waited for by no thread. ``_snapshot`` has waited for the copies that ``restore`` makes before it began the
+        # snapshot that is late. ``save`` writes the checkpoint at ``path`` with threads and a group of its own.
         if self._steps - self._whole >= self._every:
             self._wait()
         if self._path is not None and self._save_every and self._steps % self._save_every == 0:
