@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "fsdp2": "ranks engine forms tensor sharding",
     "plan": "table engine forms sharding",
     "compression": "profiling config ranks engine forms tensor fsdp2 plan",
-    "optim": "ranks engine tensor compression",
+    "optim": "ranks engine tensor sharding compression",
     # Each of these folders trains in another way than as one sharded model.
     "replicas": "ranks engine tensor fsdp2 compression optim",
     "server": "ranks compression",

@@ -215,3 +215,23 @@ def test_steps_are_counted_that_no_parameter_has_seen(tmp_path: Any) -> None:
     yafsdp_cc.save(tmp_path / "plain", another, plain)
     yafsdp_cc.load(tmp_path / "plain", another, again)
     assert again.steps == 5 + 7  # as many as any parameter has seen: AdamW counts no others
+
+
+@pytest.mark.parametrize("saved", [4, 8])
+@ranks(2)
+def test_one_rank_alone_asks_for_the_plan_between_an_optimizer_and_a_forward(saved: int, tmp_path: Any) -> None:
+    """The optimizer sums exactly at first, and a loaded one in its warm-up, too, in other buffers than encoded sums."""
+    trained_model = sharded()
+    trained_optimizer = OneBitAdam(trained_model.parameters(), **SETTINGS, warmup_steps=6)
+    trained(trained_model, trained_optimizer, range(saved))
+    yafsdp_cc.save(tmp_path / "step", trained_model, trained_optimizer)
+    model = sharded()
+    encoded = yafsdp_cc.plan_of(model).owned_bytes
+    optimizer = OneBitAdam(model.parameters(), **SETTINGS, warmup_steps=6)
+    made = yafsdp_cc.plan_of(model).owned_bytes if dist.get_rank() == 0 else 0
+    yafsdp_cc.load(tmp_path / "step", model, optimizer)
+    loaded = yafsdp_cc.plan_of(model).owned_bytes if dist.get_rank() == 0 else 0
+    trained(model, optimizer, range(saved, saved + 1))
+    if dist.get_rank() == 0:
+        assert made > encoded
+        assert loaded == yafsdp_cc.plan_of(model).owned_bytes

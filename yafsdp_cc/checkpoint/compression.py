@@ -140,6 +140,7 @@ def load_state(model: nn.Module, loaded: dict[str, Any], extra: dict[str, Any], 
         load_estimates(state, loaded.get(ESTIMATES, {}))
     if KEPT in loaded:
         load_kept_weights(state, loaded[KEPT], behind or [])
+    require_state(model)  # makes the buffers of the loaded phase now: plan_of tells them before a forward
 
 
 def _compressed(model: nn.Module) -> tuple[FSDPState, CompressionSchedule] | None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import gc
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, TypeAlias
 
 import torch
@@ -25,6 +25,7 @@ from yafsdp_cc.compression.schedule import CompressionSchedule, Phase
 from yafsdp_cc.compression.state import compressed_sum_of
 from yafsdp_cc.engine.param import owner_of
 from yafsdp_cc.engine.state import engine_of
+from yafsdp_cc.sharding.hooks import current_state
 from yafsdp_cc.tensor.dtensor import FlatDTensor, flat_dtensor
 
 if TYPE_CHECKING:
@@ -165,10 +166,12 @@ class OneBitOptimizer(Optimizer):
         self._set_steps(0)
         self._encoded: dict[int, CompressedSum] = {}
         """Compressed sum of each parameter whose gradient is encoded after the warm-up, by the parameter's id."""
-        self._control_models()
+        states = self._control_models()
         for parameter in self._parameters:
             self._init_state(parameter)
         self._plan_phase()
+        for state in states:
+            current_state(state.model)  # makes the buffers of the warm-up now: plan_of tells them before a forward
 
     # What each optimizer of the family defines
 
@@ -348,8 +351,8 @@ class OneBitOptimizer(Optimizer):
 
     # Phases
 
-    def _control_models(self) -> None:
-        """Become the controller of the phases of the parameters' models."""
+    def _control_models(self) -> Iterable[FSDPState]:
+        """Become the controller of the phases of the parameters' models, and return their engines, now outdated."""
         name = type(self).__name__
         states: dict[CompressionSchedule, FSDPState] = {}
         for parameter in self._parameters:
@@ -380,6 +383,7 @@ class OneBitOptimizer(Optimizer):
             compressed.clear()
             compressed.bind_exact()  # a backward may come before the next forward
         self._schedules = tuple(states)
+        return states.values()
 
     def _check_compression(self, schedule: CompressionSchedule, state: FSDPState, beta: float) -> None:
         config, name = schedule.config, type(self).__name__
