@@ -42,6 +42,7 @@ class Grads(Enum):
     DEFERRED = "taken in by the next reduce"
     REDUCING = "being reduced"
     """The reduce was issued in a backward whose last wait has not come: its sum may be in ``.grad``, or not."""
+    PARTIAL = "summed over the shard, kept for a sum over replicas"
 
 
 def weights_of(group: ParamGroup) -> Weights:
@@ -64,7 +65,12 @@ def grads_of(group: ParamGroup) -> Grads:
         return Grads.DEFERRED
     reduced = {flat for flat, _ in group.context.reduced}
     is_issued = group.context.last_reduce is not None and not reduced.isdisjoint(group.flats)
-    return Grads.REDUCING if is_issued else Grads.NONE
+    if is_issued:
+        return Grads.REDUCING
+    replicas = group.context.replicas
+    outputs = () if replicas is None else replicas.outputs
+    is_partial = any(each.used is not None and each.flat in group.flats for each in outputs)
+    return Grads.PARTIAL if is_partial else Grads.NONE
 
 
 def describe(context: GroupContext, waited: CommHandle | None = None) -> str:
