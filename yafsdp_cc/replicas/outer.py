@@ -345,7 +345,7 @@ class Outer(ReplicaSync):
         return [*found, *(each for each in self._staged if each.numel())]
 
     def _take_position(self, task: Task) -> None:
-        """Go on at the step, within a round, of the replicas whose weights this replica takes."""
+        """Set ``_step``, the step within a round, to that of the replicas whose weights this replica takes."""
         self._step = 0
         if task.fragments and not task.ends:
             self._step = next(step for step, n in self._due.items() if n == task.fragments[0]) % self.every
