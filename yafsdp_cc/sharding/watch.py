@@ -159,7 +159,7 @@ class _Watch(threading.Thread):
         elif len({each[:2] for each in seen.values()}) > 1:
             why = "the ranks wait in different operations"
         elif seen[waiting[0]].place.startswith("engine"):
-            why = "all ranks wait in the same operation, so the network is slow or broken"
+            why = "all ranks wait in the same operation: the network is slow or broken, or one of them hangs in it"
         else:
             return False  # all ranks write a large checkpoint, for instance
         timeout = timeout_of(engines[0].info.shard_group)
