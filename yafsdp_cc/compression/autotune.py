@@ -328,8 +328,6 @@ def adjust_codecs(
 
 
 class _Moment(NamedTuple):
-    """A time in a simulated backward."""
-
     seconds: float
     path: tuple[int, ...] = ()
     """Indices of the reduces on the critical path to this time."""
@@ -505,7 +503,6 @@ class CodecAutotuner(CompressionObserver):
         return Measurement(groups, tuple(costs), step, link)
 
     def _measure_work(self, flats: Sequence[FlatParam]) -> dict[str, float]:
-        """Return ``seconds_per_element`` of each codec; 0 for exact sums."""
         config, peers = self._config, self.state.context.gather.comm.world - 1
         chunk = min(max(max(flat.layout.chunks) for flat in flats), _TRIAL // peers) // config.block * config.block
         # a rank encodes the chunks of all other ranks

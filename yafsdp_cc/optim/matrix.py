@@ -277,7 +277,6 @@ class MatrixOptimizer(Optimizer):
     # State
 
     def _init_state(self, parameter: Any, group: Mapping[str, Any]) -> None:
-        """Make the missing state of a parameter."""
         state = self.state[parameter]
         if not self._is_of_matrices(group):
             state.setdefault("step", torch.tensor(0.0, device="cpu"))

@@ -211,7 +211,6 @@ class Outer(ReplicaSync):
         self._step %= self.every
 
     def _begin(self) -> None:
-        """Begin a round at the present weights."""
         self._step, self._moved = 0, False
         for each in self._fragments:
             each.load()
