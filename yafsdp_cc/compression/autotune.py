@@ -481,7 +481,8 @@ class CodecAutotuner(CompressionObserver):
         if not (times and tuned and self._step_seconds):
             return None
         state.context.fingerprint.agree("autotune", "codecs")
-        link = measure_link(state.context.reduce, max(each.message_room for each in tuned.values()))
+        longest = max(max(flat.layout.chunks) for flat in tuned)
+        link = measure_link(state.context.reduce, max(codec.message_bytes(longest) for codec in self._candidates))
         self._work = self._work or self._measure_work(list(tuned))
         computes = [seconds for _, seconds in times]
         # Reduce errors, too: they may differ in the last bit between processors, and then choices between ranks.

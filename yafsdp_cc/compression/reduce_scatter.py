@@ -365,16 +365,6 @@ class CompressedReduceScatter(CompressedSum, ReduceScatter):
         super().bind(context)
         if self.schedule.may_be_exact and context.comm.reduces_in_place:
             context.scratch.reserve(_OWN, self.chunk * self.flat.reduce_dtype.itemsize)
-        if self.is_tuned:
-            context.scratch.reserve(SENT, self.senders * self.message_room)
-            context.scratch.reserve(RECEIVED, self.senders * self.message_room)
-
-    @property
-    def message_room(self) -> int:
-        """Bytes reserved for each message where ``CodecAutotuner`` chooses the codec: enough for every candidate."""
-        config = self.schedule.config
-        longest = max(self.flat.layout.chunks)
-        return max(config.make(name).message_bytes(longest) for name in config.candidates)
 
     def bytes_with(self, codec: str) -> int:
         """Return the bytes that the rank with most to send would send per sum with ``codec``; "fp32": exact sums."""
