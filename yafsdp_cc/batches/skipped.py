@@ -94,8 +94,6 @@ _COUNTS, _SKIP, _RAISE = range(3)
 
 
 class _Op(NamedTuple):
-    """One entry of a ``_CollectiveLog``."""
-
     model: int
     kind: str
     name: str = ""

@@ -98,15 +98,13 @@ class CompressedAllReduce(CompressedSum, AllReduce):
     def unsent(self) -> Tensor:
         """Return what this rank has not sent yet, [chunk] fp32: residual and its share of carried-over gradients."""
         total = torch.zeros(self.chunk, dtype=torch.float32, device=self.flat.device)
-        if self.residual is not None and self.estimate is None:
-            total += self.residual.load()[0]
+        if self.estimate is None:
+            self._add_residual(total)
         return total if self.carried_over is None else total.add_(self.carried_over, alpha=1 / self.context.comm.world)
 
-    def _hand_over(self, residual: Residual) -> Tensor:
-        total = residual.load()[0]
-        for work in self.context.comm.all_reduce(total, async_op=False):
-            work.wait()
-        return total
+    def _add_residual(self, values: Tensor) -> None:
+        if self.residual is not None:
+            values.add_(self.residual.load()[0])
 
 
 class SharedMessages(CodecEncoder):

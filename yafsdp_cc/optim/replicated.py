@@ -250,7 +250,6 @@ class ReplicatedOneBitAdam(Optimizer):
         raise RuntimeError(f"a gradient is not finite: {where}. No rank has made the step; drop the batch, or the run")
 
     def _update_exactly(self) -> None:
-        """Make AdamW's step."""
         grads = self._parts(self._whole)
         for group in self.param_groups:
             rows = [

@@ -292,7 +292,6 @@ def refuse_sync(call: str, *models: nn.Module) -> None:
 
 @cache
 def _watch_optimizers() -> None:
-    """Register hooks that call the ``ReplicaSync`` of a model around every step of its optimizers."""
     register_optimizer_step_pre_hook(_before)
     register_optimizer_step_post_hook(_after)
 
