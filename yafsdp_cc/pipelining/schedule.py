@@ -40,7 +40,7 @@ def prepare_schedule(schedule: S) -> S:
         NotImplementedError: ``epilogue_only`` needs the schedule's actions, which it does not have; or the schedule
             splits backwards, which sharded stages cannot.
         ValueError: stages have different settings; on all ranks.
-        RuntimeError: one of these was raised on another rank, or this version of torch has other schedules.
+        RuntimeError: one of these was raised on another rank.
     """
     stages = _stages_of(schedule)
     _compare(stages, _unfit(schedule, stages))
@@ -69,21 +69,13 @@ def prepare_schedule(schedule: S) -> S:
 
 def _stages_of(schedule: Any) -> list[Any]:
     if isinstance(schedule, PipelineScheduleSingle):
-        stages = [schedule._stage]
-    elif isinstance(schedule, PipelineScheduleMulti):
-        stages = list(schedule._stages)
-    else:
-        raise TypeError(
-            f"prepare_schedule: {type(schedule).__name__} is no schedule of torch.distributed.pipelining, such as "
-            "Schedule1F1B(stage, n_microbatches, loss_fn)"
-        )
-    for name in ("_n_microbatches", "_has_backward", "_args_chunk_spec", "pipeline_order"):
-        if not hasattr(schedule, name):
-            raise RuntimeError(
-                f"prepare_schedule reads {name} of torch's schedules, and in torch {torch.__version__} there is none. "
-                "It is tested with torch 2.13: pip install 'torch==2.13.*'"
-            )
-    return stages
+        return [schedule._stage]
+    if isinstance(schedule, PipelineScheduleMulti):
+        return list(schedule._stages)
+    raise TypeError(
+        f"prepare_schedule: {type(schedule).__name__} is no schedule of torch.distributed.pipelining, such as "
+        "Schedule1F1B(stage, n_microbatches, loss_fn)"
+    )
 
 
 def hidden_gradients(pipeline_order: Mapping[int, Sequence[Any]]) -> frozenset[tuple[int, int]]:
