@@ -39,6 +39,8 @@ class Visit(NamedTuple):
     """Rows of the micro-batch whose samples the cache has from an earlier one."""
     fresh: list[int]
     """Rows of the other samples."""
+    digest: Tensor
+    """Checksums [DIGEST] uint8 that identify the samples' ids and the step."""
 
 
 class SampleCache:
@@ -63,7 +65,7 @@ class SampleCache:
         dtype: torch.dtype,
         encoding: Encoding,
         device: torch.device,
-        folder: Path | None,
+        folder: str | Path | None,
         name: str,
     ) -> None:
         self.slots: OrderedDict[int, int] = OrderedDict()
@@ -75,15 +77,13 @@ class SampleCache:
         """Whether each message that has arrived in this step was about other samples than this side's."""
         self._samples, self._device, self._folder, self._name = samples, device, folder, name
         self._visits: list[Visit] = []
-        self._digests: list[Tensor] = []
         self._before: dict[tuple[int, int], Future[Tensor]] = {}
         self._writes: list[Future[None]] = []
         self._thread = ThreadPoolExecutor(1, "sample-cache")
 
     def begin_step(self, micro_batches: list[list[int]], step: int) -> None:
         """Assign slots to the samples of a step, whose number both sides know."""
-        self._visits = [self._visit(ids) for ids in micro_batches]
-        self._digests = [_digest(ids, step).to(self._device) for ids in micro_batches]
+        self._visits = [self._visit(ids, step) for ids in micro_batches]
         self.differ.clear()
         self._before.clear()
         self._prefetch(0)
@@ -97,7 +97,7 @@ class SampleCache:
 
     def changes(self, chunk: int, place: int) -> Changes:
         """Return the encoding of the tensor of index ``place`` of micro-batch ``chunk``, for this step."""
-        return Changes(self, chunk, place, self._visits[chunk], self._digests[chunk])
+        return Changes(self, chunk, place, self._visits[chunk])
 
     def state_dict(self) -> dict[str, Any]:
         """Return the ids and slots of the samples, and their activations."""
@@ -123,7 +123,7 @@ class SampleCache:
             self._read(chunk, place)
         return self._before[chunk, place].result().to(self._device, torch.float32)
 
-    def _visit(self, ids: Sequence[int]) -> Visit:
+    def _visit(self, ids: Sequence[int], step: int) -> Visit:
         """Give every sample of a micro-batch a slot.
 
         An id that occurs twice has one slot: both samples are sent relative to the activation cached before the
@@ -144,7 +144,9 @@ class SampleCache:
             if sample not in slots:
                 is_full = len(slots) == self._samples
                 slots[sample] = slots.popitem(last=False)[1] if is_full else len(slots)
-        return Visit([slots[sample] for sample in ids], seen, fresh)
+        checksum = zlib.crc32(torch.tensor(ids, dtype=torch.int64, device="cpu").numpy().tobytes())
+        digest = torch.tensor([checksum, step & 0xFFFFFFFF], dtype=torch.uint32, device="cpu").view(torch.uint8)
+        return Visit([slots[sample] for sample in ids], seen, fresh, digest.to(self._device))
 
     def _values(self, place: int, elements: int) -> Tensor:
         if place not in self.values:
@@ -152,7 +154,7 @@ class SampleCache:
             if self._folder is None:
                 self.values[place] = torch.zeros(shape, dtype=self.dtype, device="cpu")
             else:
-                file = self._folder / f"{self._name}-{place}.cache"
+                file = Path(self._folder, f"{self._name}-{place}.cache")
                 flat = torch.from_file(str(file), shared=True, size=math.prod(shape), dtype=self.dtype, device="cpu")
                 self.values[place] = flat.view(shape)
         return self.values[place]
@@ -196,9 +198,9 @@ class Changes(Encoding):
     A message holds the changes of the samples that both sides have, then the other samples themselves, then a digest.
     """
 
-    def __init__(self, cache: SampleCache, chunk: int, place: int, visit: Visit, digest: Tensor) -> None:
+    def __init__(self, cache: SampleCache, chunk: int, place: int, visit: Visit) -> None:
         self._cache, self._chunk, self._place = cache, chunk, place
-        self._seen, self._fresh, self._digest = visit.seen, visit.fresh, digest
+        _, self._seen, self._fresh, self._digest = visit
 
     def message_bytes(self, shape: Sequence[int], dtype: torch.dtype) -> int:
         exact = len(self._fresh) * math.prod(shape[1:]) * self._cache.dtype.itemsize
@@ -240,9 +242,3 @@ class Changes(Encoding):
         values.copy_(taken.view(values.shape))
         # non-finite activations reach the loss, but are not cached: changes would never make them finite again
         cache.write(self._chunk, self._place, torch.where(taken.isfinite(), taken, before))
-
-
-def _digest(ids: list[int], step: int) -> Tensor:
-    """Return [DIGEST] uint8, checksums that identify the ids of a micro-batch and the number of the step."""
-    checksum = zlib.crc32(torch.tensor(ids, dtype=torch.int64, device="cpu").numpy().tobytes())
-    return torch.tensor([checksum, step & 0xFFFFFFFF], dtype=torch.uint32, device="cpu").view(torch.uint8)

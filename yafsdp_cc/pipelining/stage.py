@@ -10,7 +10,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -93,11 +92,7 @@ class CompressedStage(PipelineStage):
         self._senders: dict[tuple[str, int], SenderState] = {}
         self._exact, self._activations = Exact(), self.compression.of_activations()
         self._gradients = self.compression.of_gradients()
-        self._caches = {
-            side: self._cache(side)
-            for side in ("input", "output")
-            if self.compression.forward_delta and not (self.is_first if side == "input" else self.is_last)
-        }
+        self._caches = self._empty_caches()
 
     # Called by prepare_schedule
 
@@ -181,10 +176,9 @@ class CompressedStage(PipelineStage):
         for name, kept in state["senders"].items():
             direction, place = name.split(".")
             self._sender(direction, int(place)).load_state_dict(kept, self.compression.block, self.device)
-        for side in self._caches:
-            self._caches[side] = self._cache(side)
-            if side in state["caches"]:
-                self._caches[side].load_state_dict(state["caches"][side])
+        self._caches = self._empty_caches()
+        for side in self._caches.keys() & state["caches"].keys():
+            self._caches[side].load_state_dict(state["caches"][side])
 
     # Called by torch's schedules
 
@@ -308,12 +302,15 @@ class CompressedStage(PipelineStage):
         feedback = direction == "backward" and self.compression.error_feedback
         return self._senders.setdefault((direction, place), SenderState(feedback))
 
-    def _cache(self, side: str) -> SampleCache:
-        asked = self.compression
-        assert asked.cache_samples is not None
-        folder = None if asked.cache_folder is None else Path(asked.cache_folder)
-        name = f"boundary-{self._boundary(side)}-{side}"
-        return SampleCache(asked.cache_samples, asked.cache_dtype, asked.of_changes(), self.device, folder, name)
+    def _empty_caches(self) -> dict[str, SampleCache]:
+        """Return the cache of each side, "input" and "output", that has a boundary."""
+        asked, caches = self.compression, {}
+        for side, is_end in (("input", self.is_first), ("output", self.is_last)):
+            if asked.cache_samples is not None and not is_end:
+                name = f"boundary-{self._boundary(side)}-{side}"
+                given = asked.cache_samples, asked.cache_dtype, asked.of_changes(), self.device, asked.cache_folder
+                caches[side] = SampleCache(*given, name)
+        return caches
 
     def _boundary(self, side: str) -> str:
         first = self.stage_index - (1 if side == "input" else 0)
