@@ -67,7 +67,8 @@ def main(argv: list[str]) -> int:
     except OSError as error:
         parser.error(f"no folder for logs can be made, {error}: name another, --log-dir=DIR")
     title = " ".join([options.training_script, *options.training_script_args])
-    if not (options.no_python or options.run_path):
+    options.run_path = False  # the runner runs every script in that way
+    if not options.no_python:
         form = ["-m"] if options.module else []
         options.training_script_args = [*form, options.training_script, *options.training_script_args]
         options.training_script, options.module = "yafsdp_cc.tools.cli.runner", True
@@ -76,7 +77,7 @@ def main(argv: list[str]) -> int:
     from yafsdp_cc.tools.netlab import Lab, Unavailable
     from yafsdp_cc.tools.netlab.links import VARIABLE
 
-    if options.no_python or options.run_path or options.nnodes not in ("1", "1:1"):
+    if options.no_python or options.nnodes not in ("1", "1:1"):
         parser.error("--bandwidth is for a Python script on this machine alone")
     try:
         with Lab(ranks, options.bandwidth) as lab:
