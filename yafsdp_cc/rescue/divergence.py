@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from yafsdp_cc.checkpoint.ranks import meet
 from yafsdp_cc.checkpoint.state import as_sequence, plain_name, unwrapped
-from yafsdp_cc.ranks.checks import all_gather_objects, checksum
+from yafsdp_cc.ranks.checks import all_gather_objects, checksum, named_ranks
 from yafsdp_cc.replicas.sync import local_of, refuse_sync
 
 if TYPE_CHECKING:
@@ -105,10 +105,10 @@ def _told(name: str, unit: str, values: dict[int, int], steps: int) -> str:
     (usual, count), *_ = Counter(values.values()).most_common()
     alike = [rank for rank, value in values.items() if value == usual]
     others = [rank for rank in values if rank not in alike]
-    who = f"rank{'s' if len(others) > 1 else ''} {', '.join(map(str, others))}"
     among = "" if 2 * count > len(values) else ", and which of them is right cannot be told"
     return (
-        f"after {steps} steps {who} had another '{name}' than ranks {', '.join(map(str, alike))}{among} (compared: "
-        f"unit '{unit or '(root)'}' and all replicated parameters). A bit has flipped, or code has changed it on some "
-        "ranks alone: go on from the last snapshot or checkpoint, and test that machine if it happens again"
+        f"after {steps} steps {named_ranks(others)} had another '{name}' than ranks {', '.join(map(str, alike))}"
+        f"{among} (compared: unit '{unit or '(root)'}' and all replicated parameters). A bit has flipped, or code has "
+        "changed it on some ranks alone: go on from the last snapshot or checkpoint, and test that machine if it "
+        "happens again"
     )

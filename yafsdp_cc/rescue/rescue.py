@@ -28,6 +28,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_saver
@@ -437,9 +438,9 @@ def _random_states() -> dict[str, Any]:
     states: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if torch.cuda.is_initialized():
         states["cuda"] = torch.cuda.get_rng_state()
-    if "numpy" in sys.modules:
-        kind, keys, *rest = sys.modules["numpy"].random.get_state()
-        states["numpy"] = (str(kind), torch.from_numpy(keys.astype("int64")), *map(float, rest))
+    legacy: Any = np.random.get_state()
+    kind, keys, *rest = legacy
+    states["numpy"] = (str(kind), torch.from_numpy(keys.astype("int64")), *map(float, rest))
     return states
 
 
@@ -448,8 +449,6 @@ def _set_random_states(states: dict[str, Any]) -> None:
     torch.set_rng_state(states["torch"])
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])
-    if "numpy" in states:
-        import numpy as np
-
+    if "numpy" in states:  # else a version before this one has saved it
         kind, keys, place, has_gauss, cached = states["numpy"]
         np.random.set_state((kind, keys.numpy().astype("uint32"), int(place), int(has_gauss), cached))
