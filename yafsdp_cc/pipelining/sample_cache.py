@@ -17,7 +17,6 @@ import math
 import zlib
 from collections import OrderedDict
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -49,9 +48,6 @@ class SampleCache:
     When it is full, the sample that was used longest ago is dropped. Both sides of a boundary visit the same ids in the
     same order, and so have the same samples in the same slots.
 
-    While the stage computes, a thread reads activations for the next micro-batch and writes those of the last one, in
-    the order of the micro-batches.
-
     Args:
         dtype: dtype of cached activations, and of those sent for new samples.
         encoding: encoding of changes, with a row for each sample.
@@ -77,22 +73,14 @@ class SampleCache:
         """Whether each message that has arrived in this step was about other samples than this side's."""
         self._samples, self._device, self._folder, self._name = samples, device, folder, name
         self._visits: list[Visit] = []
-        self._before: dict[tuple[int, int], Future[Tensor]] = {}
-        self._writes: list[Future[None]] = []
-        self._thread = ThreadPoolExecutor(1, "sample-cache")
 
     def begin_step(self, micro_batches: list[list[int]], step: int) -> None:
         """Assign slots to the samples of a step, whose number both sides know."""
         self._visits = [self._visit(ids, step) for ids in micro_batches]
         self.differ.clear()
-        self._before.clear()
-        self._prefetch(0)
 
     def end_step(self) -> bool:
-        """Wait until all activations are written; return whether a message was about other samples."""
-        for write in self._writes:
-            write.result()
-        self._writes.clear()
+        """Return whether a message was about other samples."""
         return bool(self.differ) and bool(torch.stack(self.differ).any())
 
     def changes(self, chunk: int, place: int) -> Changes:
@@ -118,10 +106,9 @@ class SampleCache:
 
     def known(self, chunk: int, place: int, elements: int) -> Tensor:
         """Return the cached activations of the samples of a micro-batch that have any, [samples, elements] fp32."""
-        if (chunk, place) not in self._before:
-            self._values(place, elements)
-            self._read(chunk, place)
-        return self._before[chunk, place].result().to(self._device, torch.float32)
+        visit = self._visits[chunk]
+        slots = [visit.slots[row] for row in visit.seen]
+        return self._values(place, elements)[slots].to(self._device, torch.float32)
 
     def _visit(self, ids: Sequence[int], step: int) -> Visit:
         """Give every sample of a micro-batch a slot.
@@ -159,37 +146,11 @@ class SampleCache:
                 self.values[place] = flat.view(shape)
         return self.values[place]
 
-    def _prefetch(self, chunk: int) -> None:
-        if chunk < len(self._visits):
-            for place in self.values:
-                self._read(chunk, place)
-
-    def _read(self, chunk: int, place: int) -> None:
-        visit = self._visits[chunk]
-        slots = torch.tensor([visit.slots[row] for row in visit.seen], dtype=torch.int64, device="cpu")
-        self._before[chunk, place] = self._thread.submit(self.values[place].index_select, 0, slots)
-
     def write(self, chunk: int, place: int, kept: Tensor) -> None:
-        """Cache the activations ``kept`` [samples, elements] of a micro-batch, and read those of the next one."""
+        """Cache the activations ``kept`` [samples, elements] of a micro-batch."""
         # of a sample that occurs twice the last row counts
         last = {slot: row for row, slot in enumerate(self._visits[chunk].slots)}
-        rows = torch.tensor(list(last.values()), dtype=torch.int64, device="cpu")
-        into = torch.tensor(list(last), dtype=torch.int64, device="cpu")
-        values = self._values(place, kept.shape[1])
-        written = None
-        if kept.is_cuda:
-            written = torch.cuda.Event()
-            written.record()
-
-        def write() -> None:
-            if written is not None:
-                written.synchronize()
-            values.index_copy_(0, into, kept.cpu()[rows])
-
-        self._writes.append(self._thread.submit(write))
-        self._before.pop((chunk, place), None)
-        if place == max(self.values):
-            self._prefetch(chunk + 1)
+        self._values(place, kept.shape[1])[list(last)] = kept.cpu()[list(last.values())]
 
 
 class Changes(Encoding):
