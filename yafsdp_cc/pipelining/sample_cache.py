@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -45,8 +44,7 @@ class Visit(NamedTuple):
 class SampleCache:
     """The cached activations on one side of a boundary, in host memory or in memory-mapped files.
 
-    When it is full, the sample that was used longest ago is dropped. Both sides of a boundary visit the same ids in the
-    same order, and so have the same samples in the same slots.
+    Both sides of a boundary visit the same ids in the same order, and so have the same samples in the same slots.
 
     Args:
         dtype: dtype of cached activations, and of those sent for new samples.
@@ -64,8 +62,8 @@ class SampleCache:
         folder: str | Path | None,
         name: str,
     ) -> None:
-        self.slots: OrderedDict[int, int] = OrderedDict()
-        """Slot of each sample by its id, the one used longest ago first."""
+        self.slots: dict[int, int] = {}
+        """Slot of each sample by its id."""
         self.values: dict[int, Tensor] = {}
         """Cached activations [samples, elements], by the tensor's index among those that cross the boundary."""
         self.dtype, self.encoding = dtype, encoding
@@ -100,7 +98,7 @@ class SampleCache:
                 f"cache_samples={self._samples}: the state has a sample in slot {last}; give as many as when it "
                 "was saved"
             )
-        self.slots = OrderedDict(zip(state["ids"], state["slots"], strict=True))
+        self.slots = dict(zip(state["ids"], state["slots"], strict=True))
         for place, kept in state["values"].items():
             self._values(int(place), kept.shape[1])[state["slots"]] = kept
 
@@ -116,21 +114,16 @@ class SampleCache:
         An id that occurs twice has one slot: both samples are sent relative to the activation cached before the
         micro-batch, and the later one is stored.
         """
-        if len(set(ids)) > self._samples:
-            raise ValueError(
-                f"cache_samples={self._samples}: a micro-batch has {len(set(ids))} different samples, all of which "
-                "have to be in the cache. Give as many as the data set has"
-            )
         slots = self.slots
         seen = [row for row, sample in enumerate(ids) if sample in slots]
         fresh = [row for row, sample in enumerate(ids) if sample not in slots]
         for sample in ids:
-            if sample in slots:
-                slots.move_to_end(sample)
-        for sample in ids:
-            if sample not in slots:
-                is_full = len(slots) == self._samples
-                slots[sample] = slots.popitem(last=False)[1] if is_full else len(slots)
+            slots.setdefault(sample, len(slots))
+        if len(slots) > self._samples:
+            raise ValueError(
+                f"cache_samples={self._samples}: {len(slots)} samples have come, all of which have to be in the cache. "
+                "Give as many as the data set has; cache_folder keeps them in files"
+            )
         checksum = zlib.crc32(torch.tensor(ids, dtype=torch.int64, device="cpu").numpy().tobytes())
         digest = torch.tensor([checksum, step & 0xFFFFFFFF], dtype=torch.uint32, device="cpu").view(torch.uint8)
         return Visit([slots[sample] for sample in ids], seen, fresh, digest.to(self._device))
