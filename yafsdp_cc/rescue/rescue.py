@@ -127,7 +127,8 @@ class Rescue:
                 raise TypeError(f"{name} is a {type(each).__name__}, which has no state_dict() and load_state_dict()")
         self._states[RANDOM] = _random_states, _set_random_states  # the last one: other objects may draw numbers
         self._model, self._optimizers = unwrapped(model), as_sequence(optimizer)
-        self._every, self._path, self._save_every = every, path, save_every
+        self._every, self._save_every = every, save_every
+        self._path = None if path is None else Path(path).absolute()
         self._folder = Path(os.environ.get(MEMORY) or folder_of_run("run", os.environ.get("TORCHELASTIC_RUN_ID", "0")))
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -164,12 +165,8 @@ class Rescue:
             ValueError: what there is fits another model, or all of it is damaged.
             RuntimeError: not all ranks have called this.
         """
-        settings: dict[str, object] = {
-            "every": self._every,
-            "path": None if self._path is None else str(Path(self._path).absolute()),
-            "save_every": self._save_every,
-            "names of states": sorted(self._states.keys() - {RANDOM}),
-        }
+        settings: dict[str, object] = {"every": self._every, "path": self._path, "save_every": self._save_every}
+        settings["names of states"] = sorted(self._states)
         self._ranks = ranks = meet("Rescue.restore()", self._model, settings, beside=True)
         check_is_one_model("Rescue.restore()", self._model)
         refuse_sync("Rescue", self._model)
@@ -400,7 +397,7 @@ def _step_of(name: str) -> int:
     return int(name.removeprefix("step-").partition(".")[0])
 
 
-def _step_at(path: str | os.PathLike[str], ranks: Ranks) -> int:
+def _step_at(path: Path, ranks: Ranks) -> int:
     """Return the number of steps of the checkpoint at ``path``; -1 where there is none. A collective."""
     step: Any = -1
     with together(ranks.front):
