@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle, _ComputationType
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 from yafsdp_cc.engine.spec import specs_below
 from yafsdp_cc.pipelining.sharded import ShardedStage
@@ -37,8 +37,7 @@ def prepare_schedule(schedule: S) -> S:
     Raises:
         TypeError: it is no schedule of torch, one of its stages is no ``CompressedStage``, or not the class for a
             sharded, or for a plain, module.
-        NotImplementedError: ``epilogue_only`` needs the schedule's actions, which it does not have; or the schedule
-            splits backwards, which sharded stages cannot.
+        NotImplementedError: ``epilogue_only`` needs the schedule's actions, which it does not have.
         ValueError: stages have different settings; on all ranks.
         RuntimeError: one of these was raised on another rank.
     """
@@ -118,14 +117,6 @@ def _unfit(schedule: Any, stages: Sequence[Any]) -> Exception | None:
         return NotImplementedError(
             f"epilogue_only=True: {type(schedule).__name__} has no pipeline_order, so that nobody knows what it hides. "
             "Use a schedule that has one, such as Schedule1F1B, or epilogue_only=False"
-        )
-    actions = (action for each in (schedule.pipeline_order or {}).values() for action in computed(each))
-    splits = any(action.computation_type is _ComputationType.BACKWARD_INPUT for action in actions)
-    if splits and any(stage.compression.epilogue_only and isinstance(stage, ShardedStage) for stage in stages):
-        return NotImplementedError(
-            f"epilogue_only=True: {type(schedule).__name__} hides transfers behind gradients of weights, which a "
-            "sharded stage computes with those of its inputs. Use Schedule1F1B, ScheduleGPipe or "
-            "ScheduleInterleaved1F1B, or epilogue_only=False"
         )
     return None
 
