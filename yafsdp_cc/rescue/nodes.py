@@ -34,8 +34,9 @@ class Nodes:
     """
 
     def __init__(self, folder: Path, group: Group) -> None:
+        boot = _BOOT.read_text().strip() if _BOOT.exists() else os.uname().nodename
         place = os.stat(folder)
-        places = all_gather_objects((_BOOT.read_text(), place.st_dev, place.st_ino), group)
+        places = all_gather_objects((boot, place.st_dev, place.st_ino), group)
         names = list(dict.fromkeys(places))
         self.rank, _ = place_in(group)
         self.of = [names.index(each) for each in places]
