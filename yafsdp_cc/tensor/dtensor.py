@@ -20,7 +20,6 @@ import copy
 import functools
 import logging
 import math
-import traceback
 import weakref
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
@@ -54,6 +53,7 @@ from yafsdp_cc.tensor import reductions
 from yafsdp_cc.tensor.chunks import SavedInChunks
 from yafsdp_cc.tensor.gradients import own_part, plain_grad, reduced, reduction_of
 from yafsdp_cc.tensor.reductions import Across, LazyReduction, Reduction, Summand
+from yafsdp_cc.tensor.refusals import CALL_FULL, STATE_OF_TORCH, refusal, refusal_of
 from yafsdp_cc.tensor.rows import are_rows, first_rows, flat_range_of, is_by_rows, is_flat_range, rows_of
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
 
     from yafsdp_cc.engine.layout import ShardSpec
-    from yafsdp_cc.engine.param import FlatParam, FSDPParam
+    from yafsdp_cc.engine.param import FlatParam
     from yafsdp_cc.engine.state import FSDPState
     from yafsdp_cc.tensor.gradients import GradReduction
 
@@ -458,66 +458,6 @@ def _take_grad(spec: ShardSpec, grad: torch.Tensor) -> torch.Tensor:
 # Operations: handler(func, args, kwargs). They run below autograd, where torch does not raise version counters, so a
 # handler that changes a local tensor increments its version.
 
-_FULL = "call .full_tensor() for the whole tensor, on every rank"
-_STATE_OF_TORCH = (
-    ". Optimizer state that was put in place by hand is sharded otherwise: pass it to optimizer.load_state_dict, whose "
-    "next step converts it"
-)
-
-
-def _instead(spec: ShardSpec) -> str:
-    """Return what to type instead of a refused operation, depending on what is under way when the parameter is read."""
-    owner = owner_of(spec)
-    engine = None if owner is None else engine_of(owner)
-    if owner is None or engine is None:
-        return _FULL
-    group = None if owner.flat is None or owner.flat.group.role == "root" else owner.flat.group
-    if not engine.context.in_forward:
-        unit = "model" if group is None else f"model.get_submodule('{group.name}')"
-        if torch._C._current_graph_task_id() != -1:
-            return (
-                f"a backward runs a part of {unit} again, as activation checkpointing does, and has not come to an "
-                "output of it: a loss is made of an activation that its forward keeps aside. Return that activation "
-                f"from the forward of {unit} along with its output, or keep it from a part that is not checkpointed"
-            )
-        if group is not None and (called := _called_alone(owner)):
-            return (
-                f"'{called}' was called outside of unit '{group.name}', in whose forward alone it has weights: call "
-                f"{unit}, make '{called}' a unit of its own, or call {unit}.unshard() before"
-            )
-        return (
-            "outside of a forward, only operations on each element and reductions take it. For a method that reads it, "
-            f"call yafsdp_cc.register_forward_method({unit}, name); for edits, "
-            "yafsdp_cc.whole_parameters(model, write=True); resize or tie it before shard; of optimizers, take one "
-            "that works element by element, such as AdamW; pass state_dict=yafsdp_cc.full_state_dict(model) to "
-            "save_pretrained, and a Trainer of Transformers to "
-            f"yafsdp_cc.integrations.transformers.accept_sharded_model. Otherwise {_FULL}"
-        )
-    if group is None or group.registered:
-        return (
-            "this forward has it from parameters() or from before. Read it as an attribute of its module, which is "
-            f"whole there, or {_FULL}"
-        )
-    around = "make the model itself a unit too: shard(model, units=[..., model])"
-    if group.role != "edge":
-        around = "name a unit that contains both: shard(model, units=...)"
-    return f"it is whole in the forward of unit '{group.name}' and was read outside. Either {around}, or {_FULL}"
-
-
-def _called_alone(owner: FSDPParam) -> str:
-    """Return the name of the module that holds the parameter if a call of that module is on the stack; else ""."""
-    for frame, _ in traceback.walk_stack(None):
-        if frame.f_code is torch.nn.Module._call_impl.__code__:
-            module = frame.f_locals.get("self")
-            if any(module is holder for holder, _ in owner.sites):
-                return str(owner.spec.name.rpartition(".")[0])
-    return ""
-
-
-def _refuse(func: Any, spec: ShardSpec, what: str = "", instead: str = "", also: str = "") -> NoReturn:
-    name = func._schema.name.replace("::", ".")
-    raise NotImplementedError(f"{name}{what} on {spec}: {instead or _instead(spec)}{also}")
-
 
 def _refused(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     specs = _specs_in((args, kwargs))
@@ -527,8 +467,8 @@ def _refused(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return func(*args, **kwargs)
     spec = specs[0]
     if torch.Tag.nondeterministic_seeded in func.tags:
-        _refuse(func, spec, instead="initialise before sharding, or under whole_parameters()")
-    _refuse(func, spec)
+        raise refusal(func, spec, instead="initialise before sharding, or under whole_parameters()")
+    raise refusal(func, spec)
 
 
 def _specs_in(arguments: Any) -> list[ShardSpec]:
@@ -543,11 +483,11 @@ def _operand(func: Any, spec: ShardSpec | None, value: Any) -> Any:
         return value
     if isinstance(value, FlatDTensor):
         if spec is None:
-            _refuse(func, value.shard_spec, " into a tensor that is not sharded alike", also=_STATE_OF_TORCH)
+            raise refusal(func, value.shard_spec, " into a tensor that is not sharded alike", also=STATE_OF_TORCH)
         if value.shard_spec is spec or value.shard_spec.matches(spec):
             return value._local_tensor
         if value.shard_spec.bounds is not None or value.shard_spec.numel != 1:
-            _refuse(func, spec, f" with {value.shard_spec}")
+            raise refusal(func, spec, f" with {value.shard_spec}")
         value = value._local_tensor
     elif isinstance(value, LazyReduction):
         value = value.value()
@@ -572,11 +512,11 @@ def _operand(func: Any, spec: ShardSpec | None, value: Any) -> Any:
     # A tensor of one element counts as a number if broadcasting it adds no dimension to the result.
     if value.numel() != 1 or value.dim() > min(len(spec.shape), len(spec.local_shape)):
         kind = f"DTensor placed as {value.placements}" if isinstance(value, DTensor) else "plain tensor"
-        also = _STATE_OF_TORCH if isinstance(value, DTensor) or value.shape == spec.global_shape else ""
+        also = STATE_OF_TORCH if isinstance(value, DTensor) or value.shape == spec.global_shape else ""
         instead = ""
         if value.shape == spec.global_shape and not _written(func):
-            instead = f"make copies after shard(), by p.detach().clone(): they are sharded alike. Or {_FULL}"
-        _refuse(func, spec, f" with a {kind} of shape {list(value.shape)}", instead, also)
+            instead = f"make copies after shard(), by p.detach().clone(): they are sharded alike. Or {CALL_FULL}"
+        raise refusal(func, spec, f" with a {kind} of shape {list(value.shape)}", instead, also)
     return value
 
 
@@ -710,7 +650,7 @@ def _of_own_shape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> F
     local, spec = flat._local_tensor, flat.shard_spec
     if size is not None and tuple(size) != tuple(spec.global_shape):
         if spec.tensor_parallel is not None or func._schema.name not in ("aten::view", "aten::_unsafe_view"):
-            _refuse(func, spec, f" of shape {list(size)}")
+            raise refusal(func, spec, f" of shape {list(size)}")
         spec = replace(spec, shape=torch.Size(infer_size(size, spec.numel)))  # the bounds remain
         return _wrap(local.view(spec.local_shape), spec)
     if func._schema.name.startswith("aten::new_"):
@@ -725,7 +665,7 @@ def _assign_where(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> F
     target, indices, value, *_ = args
     mask = indices[0] if len(indices) == 1 else None
     if type(target) is not FlatDTensor or type(mask) is not FlatDTensor or mask.dtype != torch.bool:
-        _refuse(func, _specs_in(args)[0])
+        raise refusal(func, _specs_in(args)[0])
     value = _operand(func, target.shard_spec, value)
     target.masked_fill_(mask, value.to(target.device).reshape(()))
     return target
@@ -734,7 +674,7 @@ def _assign_where(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> F
 def _concatenate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
     """Handle ``parameters_to_vector``: gather whole tensors and concatenate them."""
     if any(x.dim() != 1 for x in args[0]):
-        _refuse(func, _specs_in(args)[0])
+        raise refusal(func, _specs_in(args)[0])
     result: torch.Tensor = func([x._full() if isinstance(x, FlatDTensor) else x for x in args[0]], *args[1:], **kwargs)
     return result
 
@@ -744,7 +684,7 @@ def _sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LazyReduct
     flat: FlatDTensor = args[0]
     given = reductions.arguments_of(func, args, kwargs)
     if not reductions.covers_all(given):
-        _refuse(func, flat.shard_spec, " over some of its dimensions")
+        raise refusal(func, flat.shard_spec, " over some of its dimensions")
     count = flat.numel() if func._schema.name == "aten::mean" else 1
     dtype = given.get("dtype") or (flat.dtype if flat.is_floating_point() else torch.int64)
 
@@ -784,7 +724,7 @@ def _reduce(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     else:
         found = reductions.norm_arguments(func, args, kwargs)
         if found is None:
-            _refuse(func, args[0].shard_spec, " over some of its dimensions")
+            raise refusal(func, args[0].shard_spec, " over some of its dimensions")
         order, dtype = found
         of_one, kind = functools.partial(torch.linalg.vector_norm, ord=order, dtype=dtype), Reduction(order)
         of_locals = functools.partial(reductions.local_norms, order)
@@ -824,7 +764,7 @@ def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 def _item(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if args[0].shard_spec.bounds is not None:
-        _refuse(func, args[0].shard_spec)
+        raise refusal(func, args[0].shard_spec)
     return func(args[0]._local_tensor)
 
 
@@ -944,37 +884,6 @@ def sharded_as(parameter: torch.nn.Parameter) -> ShardSpec | None:
     return spec
 
 
-_READS_ROWS = (
-    " takes means over rows and columns, and here is {}: yafsdp_cc.optim.Adafactor has the arguments of "
-    "torch.optim.Adafactor, and the same steps"
-)
-_REFUSED_OPTIMIZERS = {
-    "torch.Muon": "torch.optim.Muon multiplies whole matrices, and here is {}: pass ownership='matrix' to shard(), or "
-    "to fully_shard() of each block, and take yafsdp_cc.optim.Muon, which has them whole",
-    "torch.Adafactor": f"torch.optim.Adafactor{_READS_ROWS}",
-    "transformers.Adafactor": f"transformers.Adafactor{_READS_ROWS}, with d for clip_threshold and beta2_decay for "
-    "decay_rate",
-    "yafsdp_cc.Adafactor": "",
-}
-"""Message for optimizers that read more than a rank's elements, by package and class."""
-
-_QUANTISES_STATE = (
-    "{optimizer} quantises blocks of its state, which needs plain tensors, and here is {}: give it the shards "
-    "themselves, nn.Parameter(p.to_local()), as in docs/quantised.md, 'Optimizers with quantised state'"
-)
-_QUANTISE_STATE = ("torchao", "bitsandbytes")
-"""Packages whose optimizers read the memory of parameters, or compile their steps for plain tensors."""
-
-
-def _refusal_of(optimizer: Optimizer) -> tuple[str, int]:
-    """Return the message that refuses the optimizer ("": none), and the least dimensions that it applies to."""
-    kind = type(optimizer)
-    if kind.__module__.partition(".")[0] in _QUANTISE_STATE:
-        return _QUANTISES_STATE.replace("{optimizer}", f"{kind.__module__}.{kind.__name__}"), 0
-    names = (f"{base.__module__.partition('.')[0]}.{base.__name__}" for base in kind.__mro__)
-    return next((_REFUSED_OPTIMIZERS[name] for name in names if name in _REFUSED_OPTIMIZERS), ""), 2
-
-
 @functools.cache
 def follow_optimizers() -> None:
     """Register hooks around the steps of every optimizer of this process.
@@ -992,13 +901,13 @@ def follow_optimizers() -> None:
     """Versions of all shards before the steps under way, by optimizer."""
 
     def before(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        refusal, dims = _refusal_of(optimizer)
-        name = type(optimizer).__name__
-        is_ours = any(base.__module__.startswith("yafsdp_cc.") for base in type(optimizer).__mro__)
+        kind: Any = type(optimizer)
+        name, (refused, dims) = kind.__name__, refusal_of(kind)
+        is_ours = any(base.__module__.startswith("yafsdp_cc.") for base in kind.__mro__)
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                if refusal and isinstance(parameter, FlatDTensor) and parameter.dim() >= dims:
-                    raise NotImplementedError(refusal.format(parameter.shard_spec))
+                if refused and isinstance(parameter, FlatDTensor) and parameter.dim() >= dims:
+                    raise NotImplementedError(refused.format(parameter.shard_spec))
                 if is_ours and isinstance(parameter, FlatDTensor):
                     spec, local = parameter.shard_spec, parameter._local_tensor
                     check_plain(spec, local, name, "its steps have to be its class's own operations, as of torch.optim")
@@ -1009,7 +918,7 @@ def follow_optimizers() -> None:
                     )
                 if (spec := parameter.__dict__.get(_UNSHARDED_OF)) is not None:
                     raise RuntimeError(
-                        f"this {type(optimizer).__name__} was made while parameters() showed '{spec.name}' unsharded, "
+                        f"this {name} was made while parameters() showed '{spec.name}' unsharded, "
                         "after unshard() or a forward: call model.reshard() before it is made, or make it before"
                     )
         if optimizer not in seen:
