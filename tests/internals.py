@@ -42,7 +42,7 @@ from yafsdp_cc.fsdp2 import module
 from yafsdp_cc.fsdp2.module import ShardedModule, require_state
 from yafsdp_cc.ranks import mesh
 from yafsdp_cc.sharding import assembly
-from yafsdp_cc.tensor import dtensor, gradients, reductions
+from yafsdp_cc.tensor import dtensor, gradients, reductions, rows
 from yafsdp_cc.tensor.dtensor import FlatDTensor
 from yafsdp_cc.tensor.module_parameters import named_sharded_parameters
 from yafsdp_cc.tensor.reductions import LazyReduction
@@ -546,9 +546,9 @@ def watch_collectives(bring: Callable[..., Tensor], watched: Callable[[Any, int]
         bring: takes a tensor and a mesh.
         watched: takes a collective and the place of its input among the arguments, and returns what to call instead.
     """
-    mesh.to_mesh_device = dtensor.to_mesh_device = gradients.to_mesh_device = bring
+    mesh.to_mesh_device = dtensor.to_mesh_device = rows.to_mesh_device = bring
     dist.all_reduce, dist.broadcast = watched(dist.all_reduce, 0), watched(dist.broadcast, 0)
-    dtensor.all_gather_single = module.all_gather_single = watched(dtensor.all_gather_single, 1)
+    rows.all_gather_single = module.all_gather_single = watched(rows.all_gather_single, 1)
 
 
 @contextmanager

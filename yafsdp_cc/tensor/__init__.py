@@ -1,0 +1,3 @@
+"""Sharded parameters as users see them."""
+
+from yafsdp_cc.tensor import operations as operations  # fills the table of handlers of ``tensor/dtensor.py``

@@ -23,14 +23,11 @@ import math
 import weakref
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
-import torch.distributed as dist
 from torch._library import simple_registry
-from torch._prims_common import infer_size, make_contiguous_strides_for
+from torch._prims_common import make_contiguous_strides_for
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -41,20 +38,13 @@ from yafsdp_cc.engine.layout import RowShardSpec, TensorParallel
 from yafsdp_cc.engine.param import owner_of
 from yafsdp_cc.engine.state import engine_of
 from yafsdp_cc.forms.subclasses import PLAIN, as_plain, check_plain, tensors_of
-from yafsdp_cc.ranks.mesh import (
-    all_gather_single,
-    all_groups,
-    all_reduce_over,
-    broadcast_from_first,
-    shard_group,
-    to_mesh_device,
-)
+from yafsdp_cc.ranks.mesh import all_groups, shard_group, to_mesh_device
 from yafsdp_cc.tensor import reductions
 from yafsdp_cc.tensor.chunks import SavedInChunks
 from yafsdp_cc.tensor.gradients import own_part, plain_grad, reduced, reduction_of
 from yafsdp_cc.tensor.reductions import Across, LazyReduction, Reduction, Summand
 from yafsdp_cc.tensor.refusals import CALL_FULL, STATE_OF_TORCH, refusal, refusal_of
-from yafsdp_cc.tensor.rows import are_rows, first_rows, flat_range_of, is_by_rows, is_flat_range, rows_of
+from yafsdp_cc.tensor.rows import are_rows, flat_range_of, gathered, is_by_rows, is_flat_range, rows_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -175,13 +165,7 @@ class FlatDTensor(SavedInChunks, DTensor, metaclass=_EqualsDTensor):
             "full_tensor()", () if spec.bounds is None else (shard_group(spec.mesh),), spec.mesh
         )
         _follow_reduces()
-        if spec.bounds is None:
-            whole = local.clone()
-        elif type(local) in PLAIN:
-            widths = [stop - start for start, stop in pairwise(spec.bounds)]
-            whole = _all_gather_ranges(local, widths, spec.shape, spec.mesh)
-        else:
-            whole = _all_gather_class(local, spec)
+        whole = local.clone() if spec.bounds is None else gathered(local, spec)
         if spec.tensor_parallel is not None:
             whole = spec.tensor_parallel.wrap_unsharded(to_mesh_device(whole, spec.mesh)).full_tensor()
         return whole.to(self.device)
@@ -230,7 +214,7 @@ class FlatDTensor(SavedInChunks, DTensor, metaclass=_EqualsDTensor):
         return f"FlatDTensor('{spec.name}', {list(self.shape)}, {self.dtype}, {self.device}, {held})"
 
     def __copy__(self) -> FlatDTensor:
-        return _wrap(self._local_tensor, self.shard_spec, self.requires_grad)
+        return wrap(self._local_tensor, self.shard_spec, self.requires_grad)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatDTensor:
         # torch's deepcopy would copy the mesh, and the whole flat buffer of which the local tensor is a view.
@@ -238,7 +222,7 @@ class FlatDTensor(SavedInChunks, DTensor, metaclass=_EqualsDTensor):
             return cast("FlatDTensor", memo[id(self)])
         if not self.is_leaf:
             raise RuntimeError(f"deepcopy of {self.shard_spec}: only leaf tensors can be copied, detach it first")
-        copied = memo[id(self)] = _wrap(self._local_tensor.clone(), self.shard_spec, self.requires_grad)
+        copied = memo[id(self)] = wrap(self._local_tensor.clone(), self.shard_spec, self.requires_grad)
         if isinstance(self, torch.nn.Parameter):
             copied._is_param = True
             take_grads_of_autograd(copied)
@@ -261,35 +245,7 @@ class FlatDTensor(SavedInChunks, DTensor, metaclass=_EqualsDTensor):
     def __tensor_unflatten__(
         inner_tensors: dict[str, torch.Tensor], flatten_spec: tuple[ShardSpec, bool], outer_size: Any, outer_stride: Any
     ) -> FlatDTensor:
-        return _wrap(inner_tensors["_local_tensor"], *flatten_spec)
-
-
-def _all_gather_ranges(
-    local: torch.Tensor, widths: Sequence[int], shape: Sequence[int], mesh: DeviceMesh
-) -> torch.Tensor:
-    """Return a new tensor of ``shape`` on the device of ``mesh``; ranks send ``widths`` elements each."""
-    widest = max(widths)
-    if widest == 0:
-        return local.new_empty(shape)
-    # gloo gathers only equal sizes and some dtypes: send bytes, padded to the widest
-    padding = (widest - local.numel()) * local.itemsize
-    padded = to_mesh_device(torch.nn.functional.pad(local.view(-1).view(torch.uint8), (0, padding)), mesh)
-    gathered = padded.new_empty((len(widths), padded.numel()))
-    all_gather_single(gathered.view(-1), padded, group=shard_group(mesh))
-    rows = gathered.view(local.dtype)
-    whole = rows.new_empty(shape)
-    torch.cat([row[:width] for row, width in zip(rows, widths, strict=True)], out=whole.view(-1))
-    return whole  # users could not write to a view returned by an autograd function
-
-
-def _all_gather_class(local: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
-    """Return the whole tensor, of the class of ``local``, given this rank's rows."""
-    first = first_rows(spec.shape[0], len(spec.bounds or ()) - 1)
-    whole = local.new_zeros(spec.shape)
-    for part, own in zip(tensors_of(whole), tensors_of(local), strict=True):
-        widths = [(stop - start) * math.prod(part.shape[1:]) for start, stop in pairwise(first)]
-        part.copy_(_all_gather_ranges(own.contiguous(), widths, part.shape, spec.mesh))
-    return whole
+        return wrap(inner_tensors["_local_tensor"], *flatten_spec)
 
 
 engines: weakref.WeakSet[FSDPState] = weakref.WeakSet()
@@ -334,7 +290,7 @@ if torch.__version__ < "2.12":
     _call_dispatch_of_subclasses()
 
 
-def _wrap(local: torch.Tensor, spec: ShardSpec, requires_grad: bool = False) -> FlatDTensor:
+def wrap(local: torch.Tensor, spec: ShardSpec, requires_grad: bool = False) -> FlatDTensor:
     """Make a ``FlatDTensor`` without the checks of ``flat_dtensor`` and DTensor's slow ``__init__``."""
     # ``DTensor.__new__`` copies the local tensor's storage offset but not its storage, and torch then computes a wrong
     # address: pass it a tensor with offset 0.
@@ -360,7 +316,7 @@ def flat_dtensor(local: torch.Tensor, spec: ShardSpec, requires_grad: bool = Fal
         raise ValueError(f"{spec} wants a contiguous {list(spec.local_shape)}, got {list(local.shape)}")
     if local.requires_grad or isinstance(local, DTensor):
         raise ValueError(f"{spec} wants a plain local tensor outside of autograd")
-    return _wrap(local, spec, requires_grad)
+    return wrap(local, spec, requires_grad)
 
 
 def _from_local(
@@ -410,7 +366,7 @@ class _ToLocal(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[FlatDTensor, None]:
         spec = ctx.spec
         holders = all_groups(spec.mesh)[0 if spec.bounds is None else 1 :]
-        return _wrap(reduced(spec, as_plain(grad), holders, ctx.reduction), spec), None
+        return wrap(reduced(spec, as_plain(grad), holders, ctx.reduction), spec), None
 
 
 class _FullTensor(torch.autograd.Function):
@@ -424,7 +380,7 @@ class _FullTensor(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[FlatDTensor, None]:
-        return _wrap(own_part(ctx.spec, grad, ctx.reduction), ctx.spec), None
+        return wrap(own_part(ctx.spec, grad, ctx.reduction), ctx.spec), None
 
 
 _to_local: Callable[[FlatDTensor, GradReduction], torch.Tensor] = _ToLocal.apply
@@ -452,7 +408,7 @@ def _take_grad(spec: ShardSpec, grad: torch.Tensor) -> torch.Tensor:
     if isinstance(grad, FlatDTensor):
         return grad
     grad = grad.value() if isinstance(grad, LazyReduction) else grad
-    return _wrap(plain_grad(spec, grad).expand(spec.local_shape).clone(), spec)
+    return wrap(plain_grad(spec, grad).expand(spec.local_shape).clone(), spec)
 
 
 # Operations: handler(func, args, kwargs). They run below autograd, where torch does not raise version counters, so a
@@ -460,7 +416,7 @@ def _take_grad(spec: ShardSpec, grad: torch.Tensor) -> torch.Tensor:
 
 
 def _refused(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    specs = _specs_in((args, kwargs))
+    specs = specs_in((args, kwargs))
     if _is_derivative(func) and all(x.bounds is None and not x.shape for x in specs):
         # a model's number, such as a temperature, was multiplied by a plain loss: this is the derivative of the product
         args, kwargs = tree_map_only(FlatDTensor, lambda number: number._local_tensor, (args, kwargs))
@@ -471,12 +427,12 @@ def _refused(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     raise refusal(func, spec)
 
 
-def _specs_in(arguments: Any) -> list[ShardSpec]:
+def specs_in(arguments: Any) -> list[ShardSpec]:
     """Return the specs of all FlatDTensors among arguments, in lists, too."""
     return [each.shard_spec for each in tree_leaves(arguments) if isinstance(each, FlatDTensor)]
 
 
-def _operand(func: Any, spec: ShardSpec | None, value: Any) -> Any:
+def operand(func: Any, spec: ShardSpec | None, value: Any) -> Any:
     """Return the operand that replaces ``value`` in an operation on local tensors of ``spec`` (None: on plain tensors):
     a local tensor of the same elements, or one number. For ``_TAKE_WHOLE`` it is this rank's part of a whole tensor."""
     if not isinstance(value, torch.Tensor):
@@ -514,7 +470,7 @@ def _operand(func: Any, spec: ShardSpec | None, value: Any) -> Any:
         kind = f"DTensor placed as {value.placements}" if isinstance(value, DTensor) else "plain tensor"
         also = STATE_OF_TORCH if isinstance(value, DTensor) or value.shape == spec.global_shape else ""
         instead = ""
-        if value.shape == spec.global_shape and not _written(func):
+        if value.shape == spec.global_shape and not written_arguments(func):
             instead = f"make copies after shard(), by p.detach().clone(): they are sharded alike. Or {CALL_FULL}"
         raise refusal(func, spec, f" with a {kind} of shape {list(value.shape)}", instead, also)
     return value
@@ -525,7 +481,7 @@ _TAKE_WHOLE = {aten.copy_.default, aten._foreach_copy_.default, aten.add_.Tensor
 
 
 @functools.cache
-def _written(func: Any) -> dict[int, str]:
+def written_arguments(func: Any) -> dict[int, str]:
     """Return the arguments that an operation changes: their names by position."""
     arguments = enumerate(func._schema.arguments)
     return {i: each.name for i, each in arguments if each.alias_info is not None and each.alias_info.is_write}
@@ -533,7 +489,7 @@ def _written(func: Any) -> dict[int, str]:
 
 def _is_derivative(func: Any) -> bool:
     """Return whether a backward runs ``func`` for a gradient; optimizer steps in its hooks write in place."""
-    return torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled() and not _written(func)
+    return torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled() and not written_arguments(func)
 
 
 def _spec_of_result(operands: Iterable[Any]) -> ShardSpec | None:
@@ -545,16 +501,16 @@ def _spec_of_result(operands: Iterable[Any]) -> ShardSpec | None:
 def _on_locals(func: Any, spec: ShardSpec | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run the operation on local tensors, all of them sharded by ``spec``, and numbers."""
     locals_ = [
-        x._local_tensor if type(x) is FlatDTensor and x.shard_spec is spec else _operand(func, spec, x) for x in args
+        x._local_tensor if type(x) is FlatDTensor and x.shard_spec is spec else operand(func, spec, x) for x in args
     ]
     # a flat range has only one memory format: drop the argument
-    named = kwargs and {name: _operand(func, spec, x) for name, x in kwargs.items() if name != "memory_format"}
+    named = kwargs and {name: operand(func, spec, x) for name, x in kwargs.items() if name != "memory_format"}
     return func._op(*locals_, **named)
 
 
-def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Handle an element-wise operation that works in place, writes to ``out`` or returns new tensors."""
-    outs = tuple(args[i] if i < len(args) else kwargs[name] for i, name in _written(func).items())
+    outs = tuple(args[i] if i < len(args) else kwargs[name] for i, name in written_arguments(func).items())
     if outs:
         _on_locals(func, outs[0].shard_spec if all(type(x) is FlatDTensor for x in outs) else None, args, kwargs)
         increment_version([x._local_tensor for x in outs])
@@ -562,12 +518,12 @@ def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     spec = _spec_of_result((*args, *kwargs.values()))
     assert spec is not None
     result = _on_locals(func, spec, args, kwargs)
-    return _wrap(result, spec) if isinstance(result, torch.Tensor) else tuple(_wrap(x, spec) for x in result)
+    return wrap(result, spec) if isinstance(result, torch.Tensor) else tuple(wrap(x, spec) for x in result)
 
 
 def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Handle an element-wise operation on lists of tensors, as foreach and fused optimizers call it."""
-    written = _written(func)
+    written = written_arguments(func)
     columns = [x for x in args if _is_tensor_list(x)]
     if written or len(columns) == 1:
         specs = [x.shard_spec if type(x) is FlatDTensor else None for x in columns[0]]
@@ -582,20 +538,20 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def local(value: Any, name: str) -> Any:
         if _is_tensor_list(value):
             return [
-                x._local_tensor if type(x) is FlatDTensor and x.shard_spec is spec else _operand(func, spec, x)
+                x._local_tensor if type(x) is FlatDTensor and x.shard_spec is spec else operand(func, spec, x)
                 for x, spec in zip(value, specs, strict=True)
             ]
         # "scalars" is a tensor that holds one number for each place of the lists.
         if not isinstance(value, torch.Tensor) or name == "scalars" or (type(value) is torch.Tensor and not value.ndim):
             return value
-        return _operand(func, min(specs, key=lambda spec: -1 if spec is None else len(spec.shape)), value)
+        return operand(func, min(specs, key=lambda spec: -1 if spec is None else len(spec.shape)), value)
 
     locals_ = [local(value, each.name) for each, value in zip(func._schema.arguments, args, strict=False)]
     named = {name: local(value, name) for name, value in kwargs.items()}
     result = func._op(*locals_, **named)
     for i, name in written.items():
         increment_version(locals_[i] if i < len(args) else named[name])
-    return result and [x if spec is None else _wrap(x, spec) for x, spec in zip(result, specs, strict=True)]
+    return result and [x if spec is None else wrap(x, spec) for x, spec in zip(result, specs, strict=True)]
 
 
 def _places_by_class(columns: Sequence[Sequence[Any]]) -> list[list[int]]:
@@ -625,94 +581,11 @@ def _is_tensor_list(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and bool(value) and isinstance(value[0], torch.Tensor)
 
 
-def _draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatDTensor:
-    """Handle ``normal_``, ``randn_like`` and the like: every rank draws the whole tensor and keeps its part, so that
-    ranks with one seed have the values of the plain tensor."""
-    flat: FlatDTensor = args[0]
-    spec, local = flat.shard_spec, flat._local_tensor
-    drawn = spec.local_of_full(func(local.new_empty(spec.global_shape), *args[1:], **kwargs))
-    if _written(func):
-        local.copy_(drawn)
-        increment_version((local,))
-    else:
-        flat = _wrap(drawn.clone(), spec)
-    # all ranks that hold the same elements take those of the first such rank: their seeds may differ
-    for part in tensors_of(flat._local_tensor):
-        broadcast_from_first(part, spec.mesh, replicas_only=spec.bounds is not None)
-    if spec.tensor_parallel is not None:
-        spec.tensor_parallel.broadcast_first(flat._local_tensor)
-    return flat
-
-
-def _of_own_shape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatDTensor:
-    """Handle ``detach``, views of another shape, and ``new_zeros`` and the like of the tensor's own shape."""
-    flat, size, *rest = (*args, None)[: max(len(args), 2)]
-    local, spec = flat._local_tensor, flat.shard_spec
-    if size is not None and tuple(size) != tuple(spec.global_shape):
-        if spec.tensor_parallel is not None or func._schema.name not in ("aten::view", "aten::_unsafe_view"):
-            raise refusal(func, spec, f" of shape {list(size)}")
-        spec = replace(spec, shape=torch.Size(infer_size(size, spec.numel)))  # the bounds remain
-        return _wrap(local.view(spec.local_shape), spec)
-    if func._schema.name.startswith("aten::new_"):
-        if func is aten.new_empty_strided.default:
-            rest = [local.stride()]
-        local = func(local, local.shape, *rest, **kwargs)
-    return _wrap(local, spec)
-
-
-def _assign_where(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatDTensor:
-    """Handle ``x[mask] = number`` with a mask of x's shape, which Rprop uses."""
-    target, indices, value, *_ = args
-    mask = indices[0] if len(indices) == 1 else None
-    if type(target) is not FlatDTensor or type(mask) is not FlatDTensor or mask.dtype != torch.bool:
-        raise refusal(func, _specs_in(args)[0])
-    value = _operand(func, target.shard_spec, value)
-    target.masked_fill_(mask, value.to(target.device).reshape(()))
-    return target
-
-
-def _concatenate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """Handle ``parameters_to_vector``: gather whole tensors and concatenate them."""
-    if any(x.dim() != 1 for x in args[0]):
-        raise refusal(func, _specs_in(args)[0])
-    result: torch.Tensor = func([x._full() if isinstance(x, FlatDTensor) else x for x in args[0]], *args[1:], **kwargs)
-    return result
-
-
-def _sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LazyReduction:
-    """Handle the sum or mean of all elements; communicated at first use."""
-    flat: FlatDTensor = args[0]
-    given = reductions.arguments_of(func, args, kwargs)
-    if not reductions.covers_all(given):
-        raise refusal(func, flat.shard_spec, " over some of its dimensions")
-    count = flat.numel() if func._schema.name == "aten::mean" else 1
-    dtype = given.get("dtype") or (flat.dtype if flat.is_floating_point() else torch.int64)
-
-    def of_locals(locals_: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        return [local.sum(dtype=torch.float64) / count for local in locals_]
-
-    return reductions.reduce_lazily([summand_of(flat, dtype)], reductions.SUM, of_locals)[0]
-
-
 def summand_of(flat: FlatDTensor, dtype: torch.dtype) -> Summand:
     """Return the input of a reduction over all elements of ``flat``."""
     spec = flat.shard_spec
     counts = spec.bounds is not None or spec.rank == 0  # a replicated tensor counts on one rank alone
     return Summand(flat._local_tensor, counts, Across(spec.global_mesh, spec.groups), dtype)
-
-
-def _loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Handle ``mse_loss`` and the like, element by element and then reduced, and their derivatives."""
-    given = {each.name: each.default_value for each in func._schema.arguments}
-    given |= reductions.arguments_of(func, args, kwargs)
-    reduction, given["reduction"] = given["reduction"], 0  # 0 is reduction="none"
-    elements = given["self"]
-    if "grad_output" not in given:
-        lost = _elementwise(func, tuple(given.values()), {})
-        return lost if reduction == 0 else lost.mean() if reduction == 1 else lost.sum()
-    if reduction == 1:
-        given["grad_output"] = given["grad_output"] / elements.numel()
-    return _elementwise(func, tuple(given.values()), {})
 
 
 def _reduce(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -750,55 +623,8 @@ _EXTREMES: dict[Any, tuple[Any, Reduction, torch.dtype | None]] = {
 """For each operation the form for one tensor, the reduction over ranks, and the dtype of the result."""
 
 
-def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Handle ``equal`` and ``allclose`` of tensors sharded alike; all ranks get the same answer by one all-reduce."""
-    first, second, *rest = args
-    spec = _specs_in(args)[0]
-    if func is aten.equal.default and first.shape != second.shape:
-        return False
-    ours = func(_operand(func, spec, first), _operand(func, spec, second), *rest, **kwargs)
-    differs = torch.tensor(float(not ours), device=first.device)
-    all_reduce_over(spec.groups, differs, dist.ReduceOp.MAX, spec.mesh)
-    return not differs.item()
-
-
-def _item(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if args[0].shard_spec.bounds is not None:
-        raise refusal(func, args[0].shard_spec)
-    return func(args[0]._local_tensor)
-
-
-def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Handle GradScaler's check: an infinity on one rank is found on all ranks, so that all skip the step."""
-    tensors, found_inf, inverse_scale = args
-    locals_ = [x._local_tensor if type(x) is FlatDTensor else x for x in tensors]
-    specs = _specs_in(tensors)
-    for kind in {spec.mesh.device_type for spec in specs} - {found_inf.device.type}:
-        # gradients are in host memory: wait for the copies of GradScaler's two numbers there
-        torch.get_device_module(kind).synchronize()
-    func(locals_, found_inf, inverse_scale)
-    increment_version(locals_)
-    # Replicas that take steps by themselves have gradients of their own: reduce over replicas, too.
-    across = dict.fromkeys(group for spec in specs for group in (*spec.groups, *all_groups(spec.mesh)))
-    all_reduce_over(across, found_inf, dist.ReduceOp.MAX, specs[0].mesh)
-
-
-_HANDLERS: dict[str, Callable[..., Any]] = {
-    **dict.fromkeys(("detach", "alias", "view", "_unsafe_view", "expand"), _of_own_shape),
-    **dict.fromkeys(("new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full"), _of_own_shape),
-    **dict.fromkeys(("rand_like", "randn_like", "randint_like"), _draw),
-    **dict.fromkeys(("normal_", "uniform_", "bernoulli_", "exponential_", "log_normal_", "cauchy_", "random_"), _draw),
-    **dict.fromkeys(("linalg_vector_norm", "norm", "_foreach_norm"), _reduce),
-    **dict.fromkeys(("equal", "allclose"), _equal),
-    **dict.fromkeys(("sum", "mean"), _sum),
-    **dict.fromkeys(
-        (f"{name}_loss{end}" for name in ("mse", "huber", "smooth_l1") for end in ("", "_backward")), _loss
-    ),
-    "cat": _concatenate,
-    "index_put_": _assign_where,
-    "_local_scalar_dense": _item,
-    "_amp_foreach_non_finite_check_and_unscale_": _unscale,
-}
+HANDLERS: dict[str, Callable[..., Any]] = dict.fromkeys(("linalg_vector_norm", "norm", "_foreach_norm"), _reduce)
+"""Handlers of operations that are not element-wise, by name; ``tensor/operations.py`` adds more."""
 _ELEMENTWISE = {
     *("clone", "copy", "_to_copy", "zero", "fill", "masked_fill", "copysign"),
     *("zeros_like", "ones_like", "empty_like", "full_like"),
@@ -819,15 +645,15 @@ def _handler_of(func: Any) -> Callable[..., Any]:
         return _reduce
     if func is aten.view.dtype:  # ``view(dtype)`` reinterprets elements
         return _refused
-    if name in _HANDLERS:
-        return _HANDLERS[name]
+    if name in HANDLERS:
+        return HANDLERS[name]
     base = name.removeprefix("_foreach_").removesuffix("_")
     packet = None if base in _OVERLOADS_DIFFER else getattr(aten, base, None)
     forms = [func, *(getattr(packet, overload) for overload in packet.overloads())] if packet is not None else [func]
     is_elementwise = base in _ELEMENTWISE or any(torch.Tag.pointwise in form.tags for form in forms)
     if not is_elementwise or torch.Tag.nondeterministic_seeded in func.tags:
         return _refused
-    return _foreach if name.startswith(("_foreach_", "_fused_")) else _elementwise
+    return _foreach if name.startswith(("_foreach_", "_fused_")) else elementwise
 
 
 # Parameters that were replaced by sharded ones ---------------------------------------------------------------------

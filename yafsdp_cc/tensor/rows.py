@@ -1,5 +1,5 @@
-"""Converts between two ways to divide a tensor: by flat ranges, as ``ShardSpec`` does, and by rows, as FSDP2's
-``Shard(0)``.
+"""Converts between two ways to divide a tensor, by flat ranges, as ``ShardSpec`` does, and by rows, as FSDP2's
+``Shard(0)``, and gathers both to whole tensors.
 
     whole, [3, 4] row-major     0 1 2 3 4 5 6 7 8 9 a b
     by rows, 2 ranks            |     rank 0    | rank 1|     ceil(3 / 2) rows each, the last ranks fewer or none
@@ -22,7 +22,8 @@ from torch._prims_common import make_contiguous_strides_for
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from yafsdp_cc.engine.layout import RowShardSpec
-from yafsdp_cc.ranks.mesh import shard_group, to_mesh_device
+from yafsdp_cc.forms.subclasses import PLAIN, tensors_of
+from yafsdp_cc.ranks.mesh import all_gather_single, shard_group, to_mesh_device
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -116,3 +117,36 @@ def _redivide(
 
 def _overlap(one: tuple[int, int], other: tuple[int, int]) -> int:
     return max(min(one[1], other[1]) - max(one[0], other[0]), 0)
+
+
+# Whole tensors -------------------------------------------------------------------------------------------------------
+
+
+def gathered(local: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
+    """Return the whole tensor, of the class of ``local``, given this rank's part by a ``spec`` with bounds. A
+    collective."""
+    assert spec.bounds is not None
+    if type(local) in PLAIN:
+        return _gathered(local, spec.bounds, spec.shape, spec.mesh)
+    whole = local.new_zeros(spec.shape)
+    for part, own in zip(tensors_of(whole), tensors_of(local), strict=True):
+        bounds = row_bounds(part.shape, len(spec.bounds) - 1)
+        part.copy_(_gathered(own.contiguous(), bounds, part.shape, spec.mesh))
+    return whole
+
+
+def _gathered(local: torch.Tensor, bounds: Sequence[int], shape: Sequence[int], mesh: DeviceMesh) -> torch.Tensor:
+    """Return a new tensor of ``shape`` on the device of ``mesh``, of which each rank has the elements of its bounds."""
+    widths = [stop - start for start, stop in pairwise(bounds)]
+    widest = max(widths)
+    if widest == 0:
+        return local.new_empty(shape)
+    # gloo gathers only equal sizes and some dtypes: send bytes, padded to the widest
+    padding = (widest - local.numel()) * local.itemsize
+    padded = to_mesh_device(torch.nn.functional.pad(local.view(-1).view(torch.uint8), (0, padding)), mesh)
+    received = padded.new_empty((len(widths), padded.numel()))
+    all_gather_single(received.view(-1), padded, group=shard_group(mesh))
+    rows = received.view(local.dtype)
+    whole = rows.new_empty(shape)
+    torch.cat([row[:width] for row, width in zip(rows, widths, strict=True)], out=whole.view(-1))
+    return whole  # users could not write to a view returned by an autograd function
