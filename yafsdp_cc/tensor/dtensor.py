@@ -752,27 +752,27 @@ def follow_optimizers() -> None:
             _warn_of_rounding(optimizer)
         if any(type(value) is DTensor for value in next(iter(optimizer.state.values()), {}).values()):
             _shard_alike(optimizer)
-        begun[optimizer] = {flat: flat.version for engine in engines for flat in engine.flats}
+        flats = [flat for engine in engines for flat in engine.flats]
+        begun[optimizer] = {flat: flat.version for flat in flats}
 
     def after(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         versions, written = begun.pop(optimizer, {}), _written_by(optimizer)
-        for engine in {engine_of(flat.params[0]) for flat in written}:
-            assert engine is not None
+        for engine in set(written.values()):
             engine.steps += 1
         for flat in written:
             # kernels that take pointers write without raising torch's version counter
             if flat.version == versions.get(flat):
                 increment_version((flat.sharded,))
         for flat, version in versions.items():
-            if flat.version != version:
+            if flat.all_gather.builds_on_held and flat.version != version:
                 flat.all_gather.stepped(version, flat.version)
 
     register_optimizer_step_pre_hook(before)
     register_optimizer_step_post_hook(after)
 
 
-def _written_by(optimizer: Optimizer) -> set[FlatParam]:
-    """Return each ``FlatParam`` that a step of the optimizer may have written to; the same ones on all ranks.
+def _written_by(optimizer: Optimizer) -> dict[FlatParam, FSDPState]:
+    """Return each ``FlatParam`` that a step of the optimizer may have written to, with its engine; alike on all ranks.
 
     Only parameters with a gradient count. A rank may own no elements of a parameter and give its optimizer no tensor of
     it: if the optimizer has memory of any shard of a model, all trained shards of the model count as written.
@@ -790,7 +790,7 @@ def _written_by(optimizer: Optimizer) -> set[FlatParam]:
         ends = ((part.data_ptr(), part.data_ptr() + part.nbytes) for part in parts)
         if any(bisect_left(places, start) < bisect_left(places, end) for start, end in ends):
             written.update(trained)
-    return {flat for flat in written if engine_of(flat.params[0]) is not None}
+    return {flat: state for flat in written if (state := engine_of(flat.params[0])) is not None}
 
 
 def _warn_of_rounding(optimizer: Optimizer) -> None:

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 from yafsdp_cc.engine.param import owner_of
 from yafsdp_cc.engine.state import engine_of
 from yafsdp_cc.forms.extensions import forward_dtype
-from yafsdp_cc.tensor.dtensor import FlatDTensor, is_unsharded
+from yafsdp_cc.tensor.dtensor import FlatDTensor, engines, is_unsharded
 from yafsdp_cc.tensor.unwritten import check_written
 
 if TYPE_CHECKING:
@@ -50,6 +50,9 @@ class ModuleParameters(dict[str, "torch.nn.Parameter | None"]):
         # Hooks of a backward run without grad mode; forwards that activation checkpointing runs again run with it.
         in_backward = torch._C._current_graph_task_id() != -1
         is_run_again = in_backward and torch.is_grad_enabled()
+        shows_shards = not is_run_again and not any(engine.context.in_forward for engine in engines)
+        if shows_shards and self._attributes.keys().isdisjoint(held):
+            return held
         for name, parameter in held.items():
             param = owner_of(parameter.shard_spec) if isinstance(parameter, FlatDTensor) else None
             engine = None if param is None else engine_of(param)

@@ -287,7 +287,7 @@ def reduce_lazily(
 
 def local_norms(order: float, locals_: list[torch.Tensor]) -> Sequence[torch.Tensor]:
     """Return the ``order``-norm of each plain tensor of ``locals_``. Half-precision elements are summed in float32."""
-    precise = max((torch.promote_types(local.dtype, torch.float32) for local in locals_), key=lambda d: d.itemsize)
+    precise = functools.reduce(torch.promote_types, {local.dtype for local in locals_}, torch.float32)
     if len(locals_) == 1:
         return [torch.linalg.vector_norm(locals_[0], order, dtype=precise)]
     return torch._foreach_norm(locals_, order, dtype=precise)
