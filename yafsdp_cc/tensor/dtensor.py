@@ -83,11 +83,8 @@ class FlatShard(Shard):
 
 
 def _dtensor_spec(spec: ShardSpec, dtype: torch.dtype) -> DTensorSpec:
-    """Return DTensor's spec of a tensor sharded by ``spec``: the global shape, contiguous, placed as ``Shard(0)`` or
+    """Make DTensor's spec of a tensor sharded by ``spec``: the global shape, contiguous, placed as ``Shard(0)`` or
     ``Replicate()`` along the shard dimension, then as tensor parallelism places it."""
-    known = spec.dtensor_specs.get(dtype)
-    if known is not None:
-        return known
     placement: Replicate | Shard = Replicate()
     if isinstance(spec, RowShardSpec):
         placement = Shard(0)
@@ -295,7 +292,8 @@ def wrap(local: torch.Tensor, spec: ShardSpec, requires_grad: bool = False) -> F
     # ``DTensor.__new__`` copies the local tensor's storage offset but not its storage, and torch then computes a wrong
     # address: pass it a tensor with offset 0.
     shown = local if local.storage_offset() == 0 else local.new_empty(0)
-    flat: Any = DTensor.__new__(FlatDTensor, shown, _dtensor_spec(spec, local.dtype), requires_grad=requires_grad)
+    known = spec.dtensor_specs.get(local.dtype) or _dtensor_spec(spec, local.dtype)
+    flat: Any = DTensor.__new__(FlatDTensor, shown, known, requires_grad=requires_grad)
     flat._local_tensor, flat.shard_spec = local, spec
     return cast("FlatDTensor", flat)
 
