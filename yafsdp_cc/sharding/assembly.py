@@ -39,10 +39,11 @@ from yafsdp_cc.sharding.links import probe_links, refused_over_store
 from yafsdp_cc.sharding.status import describe
 from yafsdp_cc.sharding.units import ROOT, TAKE_TURNS
 from yafsdp_cc.sharding.watch import watch
-from yafsdp_cc.tensor.dtensor import engines, sharded_as
+from yafsdp_cc.tensor.dtensor import engines
 from yafsdp_cc.tensor.loading import take_back
 from yafsdp_cc.tensor.module_parameters import ModelContents
 from yafsdp_cc.tensor.reductions import fingerprints
+from yafsdp_cc.tensor.shown import sharded_as
 from yafsdp_cc.tensor.unsharded import StayUnsharded
 
 if TYPE_CHECKING:

@@ -45,6 +45,7 @@ from yafsdp_cc.tensor.gradients import own_part, plain_grad, reduced, reduction_
 from yafsdp_cc.tensor.reductions import Across, LazyReduction, Reduction, Summand
 from yafsdp_cc.tensor.refusals import CALL_FULL, STATE_OF_TORCH, refusal, refusal_of
 from yafsdp_cc.tensor.rows import are_rows, flat_range_of, gathered, is_by_rows, is_flat_range, rows_of
+from yafsdp_cc.tensor.shown import SHARDED_AS, UNSHARDED_OF
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -654,58 +655,7 @@ def _handler_of(func: Any) -> Callable[..., Any]:
     return _foreach if name.startswith(("_foreach_", "_fused_")) else elementwise
 
 
-# Parameters that were replaced by sharded ones ---------------------------------------------------------------------
-
-_SHARDED_AS = "_yafsdp_cc_sharded_as"
-"""Attribute of a parameter that was replaced by a sharded one: the sharded one's ``ShardSpec``."""
-
-
-def mark_replaced(parameter: torch.nn.Parameter, spec: ShardSpec) -> None:
-    """Mark ``parameter``, which has no elements any more, as replaced by the one that ``spec`` describes."""
-    parameter.__dict__[_SHARDED_AS] = spec
-
-
-_UNSHARDED_OF = "_yafsdp_cc_unsharded_of"
-"""Attribute of unsharded weights that modules see outside of forwards: the ``ShardSpec`` of the sharded parameter."""
-
-
-class UnshardedWeight(torch.Tensor):
-    """An unsharded weight that modules show outside of forwards. Writes to it are lost: they are counted or refused."""
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    @property
-    def data(self) -> torch.Tensor:
-        """The weight outside of autograd; unlike those to torch's ``.data``, writes to it are counted."""
-        return self.detach()
-
-    @data.setter
-    def data(self, _: torch.Tensor) -> None:
-        """Refuse: what is assigned would be lost with the gathered weight."""
-        spec: ShardSpec = self.__dict__[_UNSHARDED_OF]
-        raise RuntimeError(
-            f"'{spec.name}' shows its gathered weights until the backward or reshard(): what is assigned to its .data "
-            "would be lost with them. Call reshard() of the module before, or write under "
-            "yafsdp_cc.whole_parameters(model, write=True)"
-        )
-
-
-def mark_unsharded(weight: torch.Tensor, spec: ShardSpec) -> None:
-    """Mark ``weight`` as the unsharded form of the parameter of ``spec``, which no optimizer may be made from."""
-    weight.__dict__[_UNSHARDED_OF] = spec
-    if type(weight) is torch.Tensor:  # a DTensor of tensor parallelism remains one
-        weight.__class__ = UnshardedWeight
-
-
-def is_unsharded(weight: torch.Tensor) -> bool:
-    """Return whether ``mark_unsharded`` marked ``weight``."""
-    return _UNSHARDED_OF in weight.__dict__
-
-
-def sharded_as(parameter: torch.nn.Parameter) -> ShardSpec | None:
-    """Return the spec of the sharded parameter that replaced ``parameter``; None if none did."""
-    spec: ShardSpec | None = parameter.__dict__.get(_SHARDED_AS)
-    return spec
+# Optimizers ----------------------------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -735,12 +685,12 @@ def follow_optimizers() -> None:
                 if is_ours and isinstance(parameter, FlatDTensor):
                     spec, local = parameter.shard_spec, parameter._local_tensor
                     check_plain(spec, local, name, "its steps have to be its class's own operations, as of torch.optim")
-                if (spec := parameter.__dict__.get(_SHARDED_AS)) is not None:
+                if (spec := parameter.__dict__.get(SHARDED_AS)) is not None:
                     raise RuntimeError(
                         f"this {name} was made before '{spec.name}' was sharded and holds the "
                         "whole parameter, which is gone: make the optimizer after shard(), from model.parameters()"
                     )
-                if (spec := parameter.__dict__.get(_UNSHARDED_OF)) is not None:
+                if (spec := parameter.__dict__.get(UNSHARDED_OF)) is not None:
                     raise RuntimeError(
                         f"this {name} was made while parameters() showed '{spec.name}' unsharded, "
                         "after unshard() or a forward: call model.reshard() before it is made, or make it before"

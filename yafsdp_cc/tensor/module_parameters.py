@@ -9,17 +9,15 @@ from __future__ import annotations
 from collections.abc import Collection, ItemsView, Iterator, ValuesView
 from itertools import chain
 from operator import is_
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.utils._pytree import tree_map_only
 
 from yafsdp_cc.engine.param import owner_of
 from yafsdp_cc.engine.state import engine_of
 from yafsdp_cc.forms.extensions import forward_dtype
-from yafsdp_cc.tensor.dtensor import FlatDTensor, engines, is_unsharded
+from yafsdp_cc.tensor.dtensor import FlatDTensor, engines
+from yafsdp_cc.tensor.shown import CastWhenUsed, is_unsharded
 from yafsdp_cc.tensor.unwritten import check_written
 
 if TYPE_CHECKING:
@@ -70,66 +68,6 @@ class ModuleParameters(dict[str, "torch.nn.Parameter | None"]):
 
     def __reduce_ex__(self, protocol: object) -> Any:
         return dict, (dict(super().items()),)  # a copy of the module gets a plain dict
-
-
-_LOOKS = {
-    getattr(torch.Tensor, name).__get__ for name in ("dtype", "shape", "device", "layout", "ndim", "is_meta", "is_cpu")
-} | {torch.Tensor.is_floating_point, torch.Tensor.is_complex, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.size}
-"""Functions that read no elements of a tensor."""
-
-
-class CastWhenUsed(DTensor):
-    """A sharded parameter of another unit as a forward sees it, in the dtype that its own unit computes in.
-
-    Reading dtype or shape costs nothing. Any other operation runs on the cast parameter, and gradients flow through it.
-    """
-
-    _parameter: torch.nn.Parameter
-
-    @classmethod
-    def of(cls, parameter: torch.nn.Parameter, dtype: torch.dtype) -> CastWhenUsed:
-        sharded = cast("FlatDTensor", parameter)
-        known = sharded._spec.tensor_meta
-        assert known is not None
-        spec = DTensorSpec(
-            sharded.device_mesh, sharded.placements, tensor_meta=TensorMeta(known.shape, known.stride, dtype)
-        )
-        nothing = torch.empty(0, dtype=dtype, device=sharded._local_tensor.device)
-        shown = cast("CastWhenUsed", DTensor.__new__(cls, nothing, spec, requires_grad=False))
-        shown._parameter = parameter
-        shown._is_param = True  # makes isinstance(shown, nn.Parameter) true
-        return shown
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        with torch._C.DisableTorchFunctionSubclass():
-            if func in _LOOKS:
-                return func(*args, **kwargs)
-        is_attribute = getattr(func, "__name__", "") in ("__get__", "__set__")
-        args, kwargs = tree_map_only(cls, cls._sharded if is_attribute else cls._cast, (args, kwargs))
-        return func(*args, **kwargs)
-
-    def _sharded(self) -> torch.nn.Parameter:
-        return self._parameter
-
-    def _cast(self) -> torch.Tensor:
-        return self._parameter.to(self.dtype)
-
-    def full_tensor(self, **options: Any) -> torch.Tensor:
-        """Return the whole parameter, cast. A collective."""
-        return cast("DTensor", self._cast()).full_tensor(**options)
-
-    def to_local(self, **options: Any) -> torch.Tensor:
-        """Return this rank's elements, cast."""
-        return cast("DTensor", self._cast()).to_local(**options)
-
-    def redistribute(self, *arguments: Any, **options: Any) -> DTensor:
-        """Return the parameter, cast, in another layout."""
-        return cast("DTensor", self._cast()).redistribute(*arguments, **options)
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"{self._parameter!r} as {self.dtype}"
 
 
 def install_module_parameters(module: torch.nn.Module) -> None:
