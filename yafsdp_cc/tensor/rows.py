@@ -110,7 +110,11 @@ def redivided(
     sent = list(zip(*(_parts_for(*each, rank) for each in zip(tensors, held, wanted, strict=True)), strict=True))
     received = list(zip(*(_parts_for(*each, rank) for each in zip(found, wanted, held, strict=True)), strict=True))
     ours, theirs = ([sum(part.nbytes for part in parts) for parts in of_peers] for of_peers in (sent, received))
-    message = to_mesh_device(torch.cat([part for parts in sent for part in parts]), mesh)
+    if len(tensors) == 1:  # its parts follow one another already
+        message = tensors[0].view(torch.uint8)
+    else:
+        message = torch.cat([part for parts in sent for part in parts])
+    message = to_mesh_device(message, mesh)
     arrived = message.new_empty(sum(theirs))
     dist.all_to_all_single(arrived, message, theirs, ours, group=group)
     places = [part for parts in received for part in parts]
