@@ -26,7 +26,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from yafsdp_cc.engine.step_state import StepState, history
 from yafsdp_cc.ranks.checks import named_ranks, table_of_ranks
-from yafsdp_cc.ranks.mesh import backend_of, timeout_of
+from yafsdp_cc.ranks.groups import backend_of, timeout_of
 
 if TYPE_CHECKING:
     import torch

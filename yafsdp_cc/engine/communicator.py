@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import (
     ReduceScatterOptions,
 )
 
-from yafsdp_cc.ranks.mesh import allocate, backend_of, slow_links
+from yafsdp_cc.ranks.groups import allocate, backend_of, slow_links
 
 Works: TypeAlias = "Sequence[dist.Work]"
 """Asynchronous operations to wait for; () where the current stream orders them."""
@@ -45,7 +45,7 @@ class Communicator:
     temporary buffer and copies, which is cheaper only than very many broadcasts. Two ranks swap chunks in one
     all-to-all, where broadcasts would be two operations. Then gathers and sums must not share a gloo group: a rank that
     has lost step would meet an operation of another size, at which gloo ends the process. Over slow links
-    (``mesh.slow_links``) chunks are point-to-point messages.
+    (``groups.slow_links``) chunks are point-to-point messages.
 
     Chunks are equal unless ``chunks`` has the elements of each rank's, perhaps 0: then an all-gather is broadcasts on
     every backend, and an NCCL reduce-scatter is a reduce to each rank.

@@ -31,7 +31,8 @@ from yafsdp_cc.engine.spec import EXACT, SPEC, spec_of, specs_below
 from yafsdp_cc.engine.state import GROUP, STATE
 from yafsdp_cc.forms.extensions import ClassFlatParam, ExtensionFlatParam, in_class_of
 from yafsdp_cc.forms.subclasses import SUBCLASS, subclass_of
-from yafsdp_cc.ranks.mesh import all_gather_single, backend_of
+from yafsdp_cc.ranks.groups import backend_of
+from yafsdp_cc.ranks.mesh import all_gather_single
 from yafsdp_cc.sharding.assembly import state_of
 from yafsdp_cc.sharding.checks import TRAINED_IN
 from yafsdp_cc.sharding.hooks import PARTS, current_state, hook_parts, install_hooks, pre_forward_of

@@ -56,7 +56,7 @@ from yafsdp_cc.compression import error_feedback
 from yafsdp_cc.compression.codec import BLOCK, codec_of
 from yafsdp_cc.compression.error_feedback import EF21, Residual, lost_share
 from yafsdp_cc.ranks.checks import all_gather_objects
-from yafsdp_cc.ranks.mesh import new_group, timeout_of
+from yafsdp_cc.ranks.groups import new_group, timeout_of
 from yafsdp_cc.replicas.messages import PeerMailbox, PeerMessage, agreed
 from yafsdp_cc.replicas.sync import LocalBuffer, ReplicaSync, local_of, sum_over
 

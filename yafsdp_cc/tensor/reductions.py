@@ -27,7 +27,8 @@ from torch.utils._pytree import tree_map_only
 
 from yafsdp_cc.engine.agreement import Agreement
 from yafsdp_cc.forms.subclasses import PLAIN
-from yafsdp_cc.ranks.mesh import all_reduce_over, backend_of
+from yafsdp_cc.ranks.groups import backend_of
+from yafsdp_cc.ranks.mesh import all_reduce_over
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
