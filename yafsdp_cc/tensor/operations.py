@@ -1,4 +1,4 @@
-"""Operations on sharded tensors besides element-wise ones and norms: initialisation, views, sums, losses, comparisons.
+"""Operations on sharded tensors besides element-wise ones and norms: initialisation, views, sums, comparisons.
 
 Handlers are called as ``handler(func, args, kwargs)``, like those in ``tensor/dtensor.py``.
 """
@@ -20,7 +20,6 @@ from yafsdp_cc.tensor.dtensor import (
     HANDLERS,
     FlatDTensor,
     aten,
-    elementwise,
     increment_version,
     operand,
     specs_in,
@@ -101,20 +100,6 @@ def _sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LazyReduct
     return reductions.reduce_lazily([summand_of(flat, dtype)], reductions.SUM, of_locals)[0]
 
 
-def _loss(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Handle ``mse_loss`` and the like, element by element and then reduced, and their derivatives."""
-    given = {each.name: each.default_value for each in func._schema.arguments}
-    given |= reductions.arguments_of(func, args, kwargs)
-    reduction, given["reduction"] = given["reduction"], 0  # 0 is reduction="none"
-    elements = given["self"]
-    if "grad_output" not in given:
-        lost = elementwise(func, tuple(given.values()), {})
-        return lost if reduction == 0 else lost.mean() if reduction == 1 else lost.sum()
-    if reduction == 1:
-        given["grad_output"] = given["grad_output"] / elements.numel()
-    return elementwise(func, tuple(given.values()), {})
-
-
 def _equal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Handle ``equal`` and ``allclose`` of tensors sharded alike; all ranks get the same answer by one all-reduce."""
     first, second, *rest = args
@@ -156,8 +141,6 @@ HANDLERS.update(
         **dict.fromkeys(("normal_", "uniform_", "bernoulli_", "exponential_", "log_normal_", "cauchy_"), _draw),
         **dict.fromkeys(("equal", "allclose"), _equal),
         **dict.fromkeys(("sum", "mean"), _sum),
-        **dict.fromkeys(("mse_loss", "mse_loss_backward", "huber_loss", "huber_loss_backward"), _loss),
-        **dict.fromkeys(("smooth_l1_loss", "smooth_l1_loss_backward"), _loss),
         "random_": _draw,
         "cat": _concatenate,
         "index_put_": _assign_where,
