@@ -507,7 +507,7 @@ def _on_locals(func: Any, spec: ShardSpec | None, args: tuple[Any, ...], kwargs:
     return func._op(*locals_, **named)
 
 
-def elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Handle an element-wise operation that works in place, writes to ``out`` or returns new tensors."""
     outs = tuple(args[i] if i < len(args) else kwargs[name] for i, name in written_arguments(func).items())
     if outs:
@@ -652,7 +652,7 @@ def _handler_of(func: Any) -> Callable[..., Any]:
     is_elementwise = base in _ELEMENTWISE or any(torch.Tag.pointwise in form.tags for form in forms)
     if not is_elementwise or torch.Tag.nondeterministic_seeded in func.tags:
         return _refused
-    return _foreach if name.startswith(("_foreach_", "_fused_")) else elementwise
+    return _foreach if name.startswith(("_foreach_", "_fused_")) else _elementwise
 
 
 # Optimizers ----------------------------------------------------------------------------------------------------------
