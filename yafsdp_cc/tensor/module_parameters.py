@@ -37,20 +37,17 @@ class ModuleParameters(dict[str, "torch.nn.Parameter | None"]):
         super().__init__(module._parameters)
         self._attributes = module.__dict__
 
-    def items(self) -> ItemsView[str, Any]:  # type: ignore[override]
-        return self._visible().items()
-
     def values(self) -> ValuesView[Any]:  # type: ignore[override]
-        return self._visible().values()
+        return dict(self.items()).values()
 
-    def _visible(self) -> dict[str, Any]:
+    def items(self) -> ItemsView[str, Any]:  # type: ignore[override]
         held: dict[str, Any] = dict(super().items())
         # Hooks of a backward run without grad mode; forwards that activation checkpointing runs again run with it.
         in_backward = torch._C._current_graph_task_id() != -1
         is_run_again = in_backward and torch.is_grad_enabled()
         shows_shards = not is_run_again and not any(engine.context.in_forward for engine in engines)
         if shows_shards and self._attributes.keys().isdisjoint(held):
-            return held
+            return held.items()
         for name, parameter in held.items():
             param = owner_of(parameter.shard_spec) if isinstance(parameter, FlatDTensor) else None
             engine = None if param is None else engine_of(param)
@@ -64,7 +61,7 @@ class ModuleParameters(dict[str, "torch.nn.Parameter | None"]):
                 held[name] = shown
             elif in_forward and param.flat is not None and (dtype := forward_dtype(param.flat)) != parameter.dtype:
                 held[name] = CastWhenUsed.of(parameter, dtype)
-        return held
+        return held.items()
 
     def __reduce_ex__(self, protocol: object) -> Any:
         return dict, (dict(super().items()),)  # a copy of the module gets a plain dict

@@ -190,12 +190,14 @@ class LazyReduction(DTensor):
         lazy = _kept_lazy(func, args, kwargs)
         if lazy is not None:
             return lazy
-        across = _across_of([*args, *kwargs.values()])
+        given = [each for each in (*args, *kwargs.values()) if isinstance(each, (torch.Tensor, list, tuple))]
+        across = [each._partials.across for each in given if isinstance(each, LazyReduction)]
         args, kwargs = tree_map_only(LazyReduction, LazyReduction.value, (args, kwargs))
         result = func(*args, **kwargs)
-        if across is None or type(result) is not torch.Tensor or any(result is value for value in args):
+        is_lazy = across and len(across) == len(given)  # no other tensor, and no list, was given
+        if not is_lazy or type(result) is not torch.Tensor or any(result is value for value in args):
             return result
-        return _lazy(Partials(result, SUM, across), result.dtype, result)
+        return _lazy(Partials(result, SUM, across[0]), result.dtype, result)
 
     def full_tensor(self, **_: Any) -> torch.Tensor:
         """Return a copy of the value, a plain tensor. A collective at first use of the value."""
@@ -222,13 +224,6 @@ class LazyReduction(DTensor):
 
     def __reduce_ex__(self, proto: object) -> NoReturn:
         raise TypeError("pickling a norm that is not reduced yet: call .full_tensor() or .item() first")
-
-
-def _across_of(values: Sequence[Any]) -> Across | None:
-    """Return the ranks that ``LazyReduction`` arguments are reduced over; None if there are other tensors, or lists."""
-    found = [value for value in values if isinstance(value, (torch.Tensor, list, tuple))]
-    lazy = [value for value in found if isinstance(value, LazyReduction)]
-    return lazy[0]._partials.across if lazy and len(lazy) == len(found) else None
 
 
 def _lazy(partials: Partials, dtype: torch.dtype, value: torch.Tensor | None = None) -> LazyReduction:
