@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import logging
 import math
 import weakref
 from bisect import bisect_left
@@ -42,7 +41,7 @@ from yafsdp_cc.tensor import reductions
 from yafsdp_cc.tensor.chunks import SavedInChunks
 from yafsdp_cc.tensor.gradients import own_part, plain_grad, reduced, reduction_of
 from yafsdp_cc.tensor.reductions import Across, LazyReduction, Reduction, Summand
-from yafsdp_cc.tensor.refusals import CALL_FULL, STATE_OF_TORCH, refusal, refusal_of
+from yafsdp_cc.tensor.refusals import CALL_FULL, STATE_OF_TORCH, refusal, refusal_of, warn_of_rounding
 from yafsdp_cc.tensor.rows import are_rows, flat_range_of, gathered, is_by_rows, is_flat_range, rows_of
 from yafsdp_cc.tensor.shown import SHARDED_AS, UNSHARDED_OF
 
@@ -645,7 +644,7 @@ def follow_optimizers() -> None:
                     )
         if optimizer not in seen:
             seen.add(optimizer)
-            _warn_of_rounding(optimizer)
+            warn_of_rounding(optimizer)
         if any(type(value) is DTensor for value in next(iter(optimizer.state.values()), {}).values()):
             _shard_alike(optimizer)
         flats = [flat for engine in engines for flat in engine.flats]
@@ -687,25 +686,6 @@ def _written_by(optimizer: Optimizer) -> dict[FlatParam, FSDPState]:
         if any(bisect_left(places, start) < bisect_left(places, end) for start, end in ends):
             written.update(trained)
     return {flat: state for flat in written if (state := engine_of(flat.params[0])) is not None}
-
-
-def _warn_of_rounding(optimizer: Optimizer) -> None:
-    """Warn if Adam updates parameters of a dtype that rounds most of its steps away."""
-    if not isinstance(optimizer, (torch.optim.Adam, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax)):
-        return
-    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-        if isinstance(parameter, FlatDTensor) and parameter.dtype in (torch.bfloat16, torch.float16):
-            if parameter.shard_spec.mesh.get_rank() == 0:
-                logging.getLogger("yafsdp_cc").warning(
-                    "%s updates %s, which is %s: steps below about %s of a weight are lost. Shard the model in fp32, "
-                    "and compute in %s by mp_policy=MixedPrecisionPolicy(param_dtype=...)",
-                    type(optimizer).__name__,
-                    parameter.shard_spec,
-                    parameter.dtype,
-                    "1/256" if parameter.dtype == torch.bfloat16 else "1/2048",
-                    parameter.dtype,
-                )
-            return
 
 
 def _shard_alike(optimizer: Optimizer) -> None:

@@ -1,8 +1,9 @@
-"""Refuses operations and optimizers that need elements of other ranks, with what to type instead."""
+"""Refuses, or warns of, operations and optimizers that sharded tensors do not suit, with what to type instead."""
 
 from __future__ import annotations
 
 import functools
+import logging
 import traceback
 from typing import TYPE_CHECKING, Any
 
@@ -114,3 +115,23 @@ def refusal_of(kind: type[Optimizer]) -> tuple[str, int]:
         return _QUANTISES_STATE.replace("{optimizer}", f"{kind.__module__}.{kind.__name__}"), 0
     names = (f"{base.__module__.partition('.')[0]}.{base.__name__}" for base in kind.__mro__)
     return next((_REFUSED_OPTIMIZERS[name] for name in names if name in _REFUSED_OPTIMIZERS), ""), 2
+
+
+def warn_of_rounding(optimizer: Optimizer) -> None:
+    """Warn if Adam updates parameters of a dtype that rounds most of its steps away."""
+    if not isinstance(optimizer, (torch.optim.Adam, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax)):
+        return
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        spec: ShardSpec | None = getattr(parameter, "shard_spec", None)
+        if spec is not None and parameter.dtype in (torch.bfloat16, torch.float16):
+            if spec.mesh.get_rank() == 0:
+                logging.getLogger("yafsdp_cc").warning(
+                    "%s updates %s, which is %s: steps below about %s of a weight are lost. Shard the model in fp32, "
+                    "and compute in %s by mp_policy=MixedPrecisionPolicy(param_dtype=...)",
+                    type(optimizer).__name__,
+                    spec,
+                    parameter.dtype,
+                    "1/256" if parameter.dtype == torch.bfloat16 else "1/2048",
+                    parameter.dtype,
+                )
+            return
