@@ -39,7 +39,7 @@ from bench.slow import learn
 from bench.trainers import ADAM, Trainer
 from tests.ranks import on_ranks
 from yafsdp_cc import Compression
-from yafsdp_cc.optim import Muon, OneBitAdam, ReplicatedOneBitAdam
+from yafsdp_cc.optim import Muon, OneBitAdam
 from yafsdp_cc.table import table
 from yafsdp_cc.tools.demo.model import GPT
 from yafsdp_cc.tools.demo.train import CLIP, loss_of
@@ -54,7 +54,6 @@ ONE_BIT_ADAM: dict[str, tuple[Compression, dict[str, Any]]] = {
     "1-bit, never refreshed": (_ONE_BIT, {"refreshes": 0}),
 }
 MUON, MUON_RATE = "muon", 0.02
-REPLICATED = "1-bit, replicated"
 """The paper's algorithm, with its warm-up of 15 % and nothing sharded."""
 RATE, VALIDATE_EVERY = ADAM["lr"], 100
 
@@ -74,12 +73,9 @@ class UnclippedMatrices(Trainer):
 
 
 def make(way: str, steps: int, rate: float, muon_rate: float) -> Trainer:
-    """Return a model, sharded unless its optimizer keeps it replicated, and the optimizer."""
+    """Return a sharded model and its optimizer."""
     model = GPT(width=128, depth=5, heads=4)
     adam = ADAM | {"lr": rate}
-    if way == REPLICATED:
-        warmup = max(1, 3 * steps // 20)
-        return Trainer(model, optimizer=ReplicatedOneBitAdam(model.parameters(), **adam, warmup_steps=warmup))
     if way in ONE_BIT_ADAM:
         compression, settings = ONE_BIT_ADAM[way]
         yafsdp_cc.shard(model, compression=compression, zero_stage=2)
@@ -109,14 +105,8 @@ def curve(way: str, seed: int, steps: int, rate: float, muon_rate: float) -> dic
     before = time.process_time()
     found = learn(trainer, steps, 1, VALIDATE_EVERY, seed)
     dist.all_reduce(cpu := torch.tensor(time.process_time() - before))
-    optimizer = trainer.optimizer
-    if isinstance(optimizer, ReplicatedOneBitAdam):
-        message, exact = optimizer.mean, optimizer.warmup_steps / steps
-        whole = 2 * (message.world - 1) * message.chunk * 4  # there and back, in fp32
-        sent = exact * whole + (1 - exact) * message.sent_bytes, 0.0
-    else:
-        counters = yafsdp_cc.counters_of(trainer.model)
-        sent = counters.reduced_bytes / steps, counters.gathered_bytes / steps
+    counters = yafsdp_cc.counters_of(trainer.model)
+    sent = counters.reduced_bytes / steps, counters.gathered_bytes / steps
     return {"losses": found["losses"], "sent": sent, "seconds": found["seconds"], "cpu": cpu.item()}
 
 
@@ -140,7 +130,7 @@ def row(way: str, runs: dict[str, Any], exact: dict[str, Any], seeds: list[str])
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    others = " · ".join([*ONE_BIT_ADAM, REPLICATED])
+    others = " · ".join(ONE_BIT_ADAM)
     parser.add_argument(
         "--ways",
         default=",".join(CODECS),

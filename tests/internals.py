@@ -217,12 +217,6 @@ def stop_autotuner(model: nn.Module) -> None:
     autotuner_of(model).next_tuning = 1 << 30
 
 
-def replicated_residual(optimizer: Any) -> list[Tensor]:
-    """Return what ``ReplicatedOneBitAdam`` has still to send of each parameter, fp64."""
-    pending = optimizer.mean.unsent().double()
-    return [pending[each.offset : each.end].view(each.shape) for each in optimizer._layout.extents]
-
-
 def measured_backward(model: nn.Module) -> list[float]:
     """Return the seconds that the codec autotuner has measured of each group's backward, in module order."""
     last = autotuner_of(model).last

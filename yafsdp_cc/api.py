@@ -216,7 +216,7 @@ def _shown(value: object) -> str:
 
 
 def _from_settings(argument: str, value: Any) -> Any:
-    """Convert the value of a setting to that of the argument."""
+    """Convert the ``value`` of a run's setting to that of ``argument`` of ``shard`` or ``fully_shard``."""
     if argument == "mp_policy":
         precision = {name: one.value for name, one in run_settings().items() if name.startswith("precision.")}
         dtypes = {

@@ -55,9 +55,9 @@ class Batches:
 
 torch.manual_seed(0)  # the same model on every rank
 model = nn.Sequential(nn.Embedding(64, 64), *[Block(64) for _ in range(3)], nn.Linear(64, 64))
-tokens = torch.arange(4096) * 7 % 64
 yafsdp_cc.shard(model)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+tokens = (torch.arange(4096) * 7 % 64).to(next(model.parameters()).device)
 batches = Batches(tokens, batch=2, length=16)
 torch.manual_seed(1 + dist.get_rank())  # dropout differs between ranks
 step = 0

@@ -47,6 +47,7 @@ yafsdp_cc.shard(model)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 tokens = torch.randint(128, (8, 2, 16), generator=torch.Generator().manual_seed(1))
+tokens = tokens.to(next(model.parameters()).device)
 losses = []
 for step in range(4):
     batch = tokens[2 * step + dist.get_rank()]

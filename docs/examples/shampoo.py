@@ -64,7 +64,7 @@ def main() -> None:
     model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)) for _ in range(4)])
     yafsdp_cc.shard(model, ownership="matrix")
     optimizer = Shampoo(model.parameters())
-    x = torch.randn(32, 64)
+    x = torch.randn(32, 64).to(next(model.parameters()).device)
     for step in range(20):
         loss = (model(x) - x).square().mean()
         loss.backward()

@@ -71,6 +71,16 @@ def test_figures_are_those_of_the_script_by_itself(tmp_path: Path) -> None:
     assert "the end" not in (tmp_path / "runs/try/exact-1/rank-0.log").read_text()
 
 
+def test_exact_steps_of_a_1_bit_optimizer_are_not_timed(tmp_path: Path) -> None:
+    """With a warm-up of five steps the optimizer sums exactly in steps 6, 7, 8, 9, 11, 13, 15 and 17."""
+    (tmp_path / "train.py").write_text(SCRIPT.replace("SGD(model.parameters(), lr=0.1)", "AdamW(model.parameters())"))
+    flags = ("--rounds=1", "--steps=10", "--settings=exact,OneBitAdam")
+    ran = yafsdp_cc("try", *flags, "--nproc-per-node=2", "train.py", folder=tmp_path, main=forking)
+    rows = {each["name"]: each for each in json.loads((tmp_path / "runs/try/figures.json").read_text())["rows"]}
+    assert rows["exact"]["sent"] > 8 * rows["OneBitAdam"]["sent"] > 0, ran.stdout + ran.stderr
+    assert len(rows["exact"]["turns"][0]) > len(rows["OneBitAdam"]["turns"][0]) >= 2
+
+
 @LONG
 @pytest.mark.parametrize("case", ["one rank", "no sharding"])
 def test_a_script_that_cannot_be_tried_is_told_why(tmp_path: Path, case: str) -> None:

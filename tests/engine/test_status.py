@@ -7,6 +7,7 @@ import re
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import yafsdp_cc
 from tests.internals import set_patience, state_of
@@ -66,6 +67,18 @@ def test_gradients_that_wait_for_a_later_reduce_are_told() -> None:
     assert re.search(r"\n  0: .*gradients kept for a later reduce", str(state_of(model)))
     model[0].unshard()
     assert re.search(r"\n  0: weights held by unshard\(\) \(.*", str(state_of(model)))
+
+
+@ranks(4)
+def test_sums_over_a_shard_that_wait_for_one_over_replicas_are_told() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = yafsdp_cc.shard(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), units=[nn.Linear], mesh=mesh)
+    model.set_requires_all_reduce(False)
+    model(torch.randn(2, 64)).sum().backward()
+    assert re.search(r"\n  0: .*gradients summed over the shard, kept for a sum over replicas", str(state_of(model)))
+    model.set_requires_all_reduce(True)
+    model(torch.randn(2, 64)).sum().backward()
+    assert "gradients" not in str(state_of(model))
 
 
 @ranks(2)

@@ -19,7 +19,7 @@ from tests.optim.slopes import drawn
 from tests.optim.slopes import sharded as slopes
 from tests.ranks import on_ranks, ranks
 from tests.soak import also
-from yafsdp_cc.optim import OneBitAdam, OneBitLamb, OneBitSGD, ReplicatedOneBitAdam, ZeroOneAdam
+from yafsdp_cc.optim import OneBitAdam, OneBitLamb, OneBitSGD, ZeroOneAdam
 
 FAMILY: dict[str, Callable[..., Any]] = {
     "adam-momentum": partial(OneBitAdam, lr=0.01, warmup_steps=3),
@@ -146,11 +146,6 @@ def test_learning_rates_are_tensors_too() -> None:
                 backward(each, step)
                 by.step()
         assert all(a.equal(b) for a, b in zip(*(whole(each.parameters()) for each in (model, twin)), strict=True)), kind
-    module = net()
-    replicated = ReplicatedOneBitAdam(module.parameters(), rate, warmup_steps=1)
-    for step in range(2):
-        backward(module, step)
-        replicated.step()
 
 
 # In words
@@ -178,14 +173,11 @@ def test_what_cannot_work_is_said() -> None:
             kind(given)
     optimizer = OneBitSGD(parameters)
     backward(model, 0)
-    replicated, module = net(), net()
+    module = net()
     for ours, plain in (
         (optimizer, torch.optim.SGD(module.parameters(), momentum=0.9, nesterov=True)),
         (optimizer, torch.optim.SGD(module.parameters(), momentum=0.9, dampening=0.1)),
-        (
-            ReplicatedOneBitAdam(replicated.parameters(), warmup_steps=1),
-            torch.optim.AdamW(module.parameters(), maximize=True),
-        ),
+        (optimizer, torch.optim.SGD(module.parameters(), momentum=0.9, maximize=True)),
     ):
         with pytest.raises(ValueError, match=r"(nesterov=True|dampening=0.1|maximize=True), which .* does not have"):
             ours.load_state_dict(plain.state_dict())

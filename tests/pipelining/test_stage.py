@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -196,7 +197,7 @@ def test_the_epilogue_is_what_no_forward_hides() -> None:
 @ranks(2)
 def test_a_resumed_run_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     rank = torch.distributed.get_rank()
-    kept = {**DELTA, "error_feedback": True, "cache_samples": 18}  # of 22: some are forgotten
+    kept = {**DELTA, "error_feedback": True}
     data = batches(1, samples=22)[0]
     order = [torch.randperm(22, generator=torch.Generator().manual_seed(seed)).tolist() for seed in range(4)]
     steps = [epoch[start : start + 11] for epoch in order for start in (0, 11)]
@@ -235,7 +236,7 @@ def test_mistakes_are_named() -> None:
         with pytest.raises(ValueError, match=message):
             ours.run(data, ids)
     ours.run(data, range(8))  # and nothing has been spoilt
-    with pytest.raises(ValueError, match=r"cache_samples=1: a micro-batch has 2 different samples"):
+    with pytest.raises(ValueError, match="cache_samples=1: 2 samples have come, all of which have to be in the cache"):
         Pipeline(Schedule1F1B, {**DELTA, "cache_samples": 1}).run(data, range(8))
     with pytest.raises(ValueError, match=r"stages differ: backward is 'int8' on stage 0 and 'int4' on stage 1"):
         Pipeline(Schedule1F1B, {"backward": ("int8", "int4")[rank]})
@@ -307,8 +308,7 @@ def test_settings_that_cannot_work() -> None:
 
 
 def test_another_torch_is_refused() -> None:
-    class Later(PipelineStage):
-        def get_fwd_send_ops(self, chunk: int, group: Any) -> Any: ...
-
-    with pytest.raises(RuntimeError, match=r"get_fwd_send_ops\(self, fwd_chunk_id\), and in .*self, chunk, group"):
-        check_torch(Later)
+    for version in ("2.12.1", "2.14.0+cpu"):
+        with pytest.raises(RuntimeError, match=rf"tested with torch 2.13 alone, and this is {re.escape(version)}"):
+            check_torch(version)
+    check_torch("2.13.0+cpu")

@@ -63,7 +63,6 @@ def test_the_stages_that_finish_last_are_compressed() -> None:
         (5.0, 1.0, {0, 1}),  # 33 + 1 at best; exactly 38, 36, 34 and 32
         (1.0, 1.0, set()),
         (100.0, 1.0, {0, 1, 2, 3}),
-        ((2.0, 2.0, 2.0, 9.0), (1.0, 1.0, 1.0, 1.0), {0, 3}),
     ):
         assert stages_to_compress(order, seconds, exact, encoded) == expected
 

@@ -21,7 +21,7 @@ import yafsdp_cc
 from tests.replicas.test_membership import fleet
 from tests.soak import SOAK
 from tests.twins import refusal
-from yafsdp_cc.replicas import Membership, outer
+from yafsdp_cc.replicas import Membership, optimizer_state
 from yafsdp_cc.replicas.membership import Task
 from yafsdp_cc.replicas.plain_values import decoded, encoded
 
@@ -209,7 +209,9 @@ def ends_a_round(replica: Any) -> str:
 def attacks(replica: Any) -> str:
     """End a round as the others do, but send something else than a state: what lies in the file "attack"."""
     data = Path(replica.file.parent, "attack").read_bytes()
-    with mock.patch.object(outer, "encoded", return_value=torch.frombuffer(bytearray(data), dtype=torch.uint8)):
+    with mock.patch.object(
+        optimizer_state, "encoded", return_value=torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    ):
         return ends_a_round(replica)
 
 

@@ -45,7 +45,7 @@ def flip_a_bit(model: nn.Module, name: str, chance: random.Random) -> bool:
 
 
 @pytest.mark.parametrize("way", ["ours", also("fsdp2")])
-def test_a_flipped_bit_is_named_within_one_round(way: str) -> None:
+def test_a_flipped_bit_is_named(way: str) -> None:
     def body() -> None:
         chance = random.Random(0)
         model, optimizer = replicated(way)
@@ -61,10 +61,9 @@ def test_a_flipped_bit_is_named_within_one_round(way: str) -> None:
             dist.all_gather_object(everyones, hits)
             told = ""
             try:
-                for _ in range(4):  # units, and the root
-                    watch.step()
+                watch.step()
             except yafsdp_cc.DivergenceError as error:
-                told = str(error).partition("(compared")[0]
+                told = str(error).partition(". A bit")[0]
             assert (f"another '{name}' than" in told) == any(everyones), told
             assert (str(guilty) in told) == any(everyones), told
             with torch.no_grad():
@@ -82,14 +81,10 @@ def test_the_rank_that_differs_from_most_is_named() -> None:
     if dist.get_rank() == 2:
         flip_a_bit(model, "1.0.weight", random.Random(1))
     watch.step()
-
-    def until_it_is_found() -> None:
-        for _ in range(7):
-            watch.step()
-
-    told = r"after \d steps rank 2 had another '1.0.weight' than ranks 0, 1 \("
-    with pytest.raises(yafsdp_cc.DivergenceError, match=told):
-        until_it_is_found()
+    with pytest.raises(
+        yafsdp_cc.DivergenceError, match=r"after 2 steps rank 2 had another '1.0.weight' than ranks 0, 1\."
+    ):
+        watch.step()
 
 
 @pytest.mark.parametrize("steps", [12, also(10_000)])

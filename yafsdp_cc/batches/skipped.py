@@ -95,8 +95,6 @@ _COUNTS, _SKIP, _RAISE = range(3)
 
 
 class _Op(NamedTuple):
-    """One entry of a ``_CollectiveLog``."""
-
     model: int
     kind: str
     name: str = ""
@@ -375,7 +373,7 @@ class _Block:
         try:
             for state, rollback in zip(self.states, self._rollbacks, strict=True):
                 rollback.save(state)
-        except BaseException as error:  # without memory for the copies nothing could be restored
+        except BaseException as error:  # a rank without memory for the rollback's copies cannot skip batches
             self.abandon(error)
             raise
         self.batch.saved_bytes = sum(rollback.nbytes for rollback in self._rollbacks)

@@ -320,7 +320,7 @@ def _repeats(size: torch.Size, shape: torch.Size) -> bool:
 def _check_groups(
     saved: Sequence[Mapping[str, Any]], model: nn.Module, optimizers: Sequence[Optimizer], folder: Path
 ) -> None:
-    """Compare the optimizers' parameter groups, and kinds, with the ``saved`` groups."""
+    """Raise if the ``saved`` groups are of other optimizers, or divide the parameters differently."""
     then = {name: index for index, group in enumerate(saved) for name in group["params"]}
     groups = [(type(each).__name__, group) for each in optimizers for group in each.param_groups]
     names = (name for each in names_in_order(model, optimizers) for name in each)

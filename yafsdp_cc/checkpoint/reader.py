@@ -249,6 +249,7 @@ class _Unpickler(pickle._Unpickler):
         return metadata._MEM_FORMAT_ENCODING[name]
 
     def _error(self, what: str, why: str) -> UntrustedError:
+        """Return the error that the file ``what`` ("names os.system"), which no checkpoint ``why`` ("needs")."""
         return UntrustedError(
             f"{self._path} {what}, which no checkpoint {why}: it was not loaded, and nothing of it was run. Ask "
             "where this checkpoint comes from"

@@ -55,9 +55,6 @@ _ON_CPU, _ON_CUDA = 1 << 18, 1 << 25
 """Elements of all ranks that are decoded at once: as many as fit in a processor's cache, or 128 MiB of fp32 on a GPU,
 enough to be worth the kernel launches."""
 
-_MEASURED = 4
-"""Number of parts of a chunk that a measurement of the compression error decodes."""
-
 _DIFFERENCE, _CAST = "weight difference", "fp32 weights"
 
 
@@ -220,9 +217,8 @@ class DeltaAllGather(ExactAllGather):
         comm, room = self.context.comm, self.context.scratch
         kept = comm.own_chunk(output, self.flat.layout.uneven_chunks)
         message = comm.own_chunk(scratch, self._messages.uneven)
-        error, block, parts = self.compression_error, self._codec.block, list(self._parts(kept.numel()))
-        measured = parts[:: -(-len(parts) // _MEASURED) or 1]
-        for start, count, offset, size in parts:
+        error, block = self.compression_error, self._codec.block
+        for start, count, offset, size in self._parts(kept.numel()):
             difference = room.take(_DIFFERENCE, count, torch.float32)
             self.flat.read(difference, start)
             difference.sub_(self._in_fp32(kept.narrow(0, start, count)))
@@ -233,10 +229,9 @@ class DeltaAllGather(ExactAllGather):
             counts = None if self._counts is None else self._counts.narrow(1, start // block, count // block)
             part = message.narrow(0, offset, size).unsqueeze(0)
             error_feedback.encode(self._codec, difference.unsqueeze(0), part, counts=counts)
-            if error is not None and (start, count, offset, size) in measured:
+            if error is not None:
                 error_feedback.decode(self._codec, part, decoded := torch.empty_like(difference).unsqueeze(0))
-                share = sum(each[1] for each in measured) / kept.numel()
-                error.add(difference - decoded[0], difference, decoded[0], share=share)
+                error.add(difference - decoded[0], difference, decoded[0])
         self.context.record("delta", self.flat.name)
         self.sent_bytes += self._messages.sent_bytes(comm.rank)
         return comm.all_gather(scratch, message, async_op, self._messages.uneven)

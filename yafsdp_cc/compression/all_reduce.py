@@ -1,16 +1,5 @@
-"""The compressed all-reduce over replicas, and the compressed mean of whole buffers. All ranks get the same bits.
-
-``CompressedAllReduce``: every rank sends its message to all others, and all decode the same messages in rank order.
-``CompressedMean`` (for ``ReplicatedOneBitAdam``) encodes twice:
-
-    worker w    m_w + e_w   | 0 | 1 | 2 |     one message for each owner of a chunk, its own too; e_w: what is lost
-                              ▼   ▼   ▼
-    owner of 1         mean of messages + e_s    one message for all; e_s: what is lost
-                              ▼   ▼   ▼
-    every rank  mean        | 0 | 1 | 2 |     decoded from the same bytes
-
-Both errors are those of Tang et al., "1-bit Adam", 2021, algorithm 1. Summed over calls, the means fall short of exact
-ones by the mean over workers of e_w, and e_s: less than a call's worth, whatever the codec.
+"""The compressed all-reduce over replicas: every rank sends its message to all others, and all decode the same messages
+in rank order, so that all ranks get the same bits.
 """
 
 from __future__ import annotations
@@ -18,24 +7,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from yafsdp_cc.compression import error_feedback
-from yafsdp_cc.compression.codec import LOW_RANK, counts_of
-from yafsdp_cc.compression.error_feedback import RECEIVED, Encoder, Feedback, Residual
+from yafsdp_cc.compression.codec import LOW_RANK
+from yafsdp_cc.compression.error_feedback import RECEIVED, Encoder, Feedback
 from yafsdp_cc.compression.powersgd import SharedFactors
 from yafsdp_cc.compression.reduce_scatter import CodecEncoder, CompressedSum
-from yafsdp_cc.engine.communicator import Communicator
 from yafsdp_cc.engine.hierarchy import ExactAllReduce
 from yafsdp_cc.engine.protocols import AllReduce
 
 if TYPE_CHECKING:
-    from yafsdp_cc.compression.codec import Codec
     from yafsdp_cc.compression.error_feedback import SummedBuffer
     from yafsdp_cc.compression.schedule import CompressionSchedule
     from yafsdp_cc.engine.communicator import CommContext, Works
-    from yafsdp_cc.engine.layout import Layout
 
 
 class CompressedAllReduce(CompressedSum, AllReduce):
@@ -98,15 +83,13 @@ class CompressedAllReduce(CompressedSum, AllReduce):
     def unsent(self) -> Tensor:
         """Return what this rank has not sent yet, [chunk] fp32: residual and its share of carried-over gradients."""
         total = torch.zeros(self.chunk, dtype=torch.float32, device=self.flat.device)
-        if self.residual is not None and self.estimate is None:
-            total += self.residual.load()[0]
+        if self.estimate is None:
+            self._add_residual(total)
         return total if self.carried_over is None else total.add_(self.carried_over, alpha=1 / self.context.comm.world)
 
-    def _hand_over(self, residual: Residual) -> Tensor:
-        total = residual.load()[0]
-        for work in self.context.comm.all_reduce(total, async_op=False):
-            work.wait()
-        return total
+    def _add_residual(self, values: Tensor) -> None:
+        if self.residual is not None:
+            values.add_(self.residual.load()[0])
 
 
 class SharedMessages(CodecEncoder):
@@ -134,68 +117,3 @@ class SharedMessages(CodecEncoder):
     def _received(self) -> Tensor:
         world = self.context.comm.world
         return self.context.scratch.take(RECEIVED, world * self._size, torch.uint8).view(world, -1)
-
-
-class CompressedMean:
-    """Averages whole buffers of one size over ranks, encoded in both directions.
-
-    Args:
-        layout: layout of a buffer, one chunk for each rank; padding is zero.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, codec: Codec, layout: Layout) -> None:
-        self.world: int = group.size()
-        self.rank: int = group.rank()
-        self.chunk = layout.chunks[0]
-        self.worker = Residual.zeros(self.world, self.chunk, torch.float32, codec.block, device)
-        """Residual [world, chunk]: what this rank's messages to the owner of each chunk have lost."""
-        self.server = Residual.zeros(1, self.chunk, torch.float32, codec.block, device)
-        """Residual [1, chunk]: what this rank's messages of the mean of its own chunk have lost."""
-        self._group = group
-        self._comm = Communicator(group, device)
-        self._codec = codec
-        self._counts = counts_of(layout, codec.block, device)
-        self._gaps = layout.gaps
-        size = codec.message_bytes(self.chunk)
-        self._sent = torch.zeros(self.world, size, dtype=torch.uint8, device=device)
-        self._received = torch.zeros_like(self._sent)
-
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes that this rank sends to others in one ``average``."""
-        return 2 * (self.world - 1) * self._sent[0].nbytes
-
-    @torch.no_grad()
-    def average(self, buffer: Tensor) -> None:
-        """Overwrite ``buffer`` [numel] fp32 with the compressed mean. A collective."""
-        chunks, codec, counts = buffer.view(self.world, -1), self._codec, self._counts
-        error_feedback.encode(codec, chunks, self._sent, counts=counts, residual=self.worker)
-        dist.all_to_all_single(self._received.view(-1), self._sent.view(-1), group=self._group)
-        # One call for all elements: only native kernels can decode in parts.
-        error_feedback.decode_sum(codec, self._received, self.chunk, None, 0, chunks[self.rank])
-        chunks[self.rank].div_(self.world)
-        self._zero_padding(buffer)
-        mine = slice(self.rank, self.rank + 1)
-        own_counts = None if counts is None else counts[mine]
-        error_feedback.encode(codec, chunks[mine], self._sent[mine], counts=own_counts, residual=self.server)
-        for work in self._comm.all_gather(self._sent.view(-1), self._sent[self.rank], async_op=False):
-            work.wait()
-        error_feedback.decode(codec, self._sent, chunks)
-        self._zero_padding(buffer)
-
-    def _zero_padding(self, buffer: Tensor) -> None:
-        for start, end in self._gaps:  # a codec need not decode padding to zero
-            buffer[start:end].zero_()
-
-    @torch.no_grad()
-    def unsent(self) -> Tensor:
-        """Return the exact means minus the compressed ones, summed over calls, [numel] fp32. A collective."""
-        left = self.worker.load()
-        left[self.rank].add_(self.server.load()[0], alpha=self.world)
-        dist.all_reduce(left, group=self._group)
-        return left.view(-1).div_(self.world)
-
-    def carry_over(self, unsent: Tensor) -> None:
-        """Replace all residuals by ``unsent`` [numel], the same on all ranks."""
-        self.server.clear()
-        self.worker.store(unsent.view(self.world, -1))

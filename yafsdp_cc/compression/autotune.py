@@ -328,8 +328,6 @@ def adjust_codecs(
 
 
 class _Moment(NamedTuple):
-    """A time in a simulated backward."""
-
     seconds: float
     path: tuple[int, ...] = ()
     """Indices of the reduces on the critical path to this time."""
@@ -483,7 +481,8 @@ class CodecAutotuner(CompressionObserver):
         if not (times and tuned and self._step_seconds):
             return None
         state.context.fingerprint.agree("autotune", "codecs")
-        link = measure_link(state.context.reduce, max(each.message_room for each in tuned.values()))
+        longest = max(max(flat.layout.chunks) for flat in tuned)
+        link = measure_link(state.context.reduce, max(codec.message_bytes(longest) for codec in self._candidates))
         self._work = self._work or self._measure_work(list(tuned))
         computes = [seconds for _, seconds in times]
         # Reduce errors, too: they may differ in the last bit between processors, and then choices between ranks.
@@ -505,7 +504,6 @@ class CodecAutotuner(CompressionObserver):
         return Measurement(groups, tuple(costs), step, link)
 
     def _measure_work(self, flats: Sequence[FlatParam]) -> dict[str, float]:
-        """Return ``seconds_per_element`` of each codec; 0 for exact sums."""
         config, peers = self._config, self.state.context.gather.comm.world - 1
         chunk = min(max(max(flat.layout.chunks) for flat in flats), _TRIAL // peers) // config.block * config.block
         # a rank encodes the chunks of all other ranks

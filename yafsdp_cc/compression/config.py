@@ -129,7 +129,6 @@ class Compression(CompressionFields):
         return self
 
     def _check_differences(self) -> None:
-        """Raise a ``ValueError`` where messages of differences (EF21) cannot work."""
         if self.residual != "fp32":
             raise ValueError(
                 f"feedback='ef21' with residual={self.residual!r}: residuals are what was sent so far, and what "

@@ -89,10 +89,6 @@ class Residual(NamedTuple):
     def nbytes(self) -> int:
         return self.values.nbytes + self.scales.nbytes
 
-    def rows(self, first: int, last: int) -> Residual:
-        """Return a view of messages ``first`` to ``last``."""
-        return Residual(self.values[first:last], self.scales[first:last], self.block)
-
     def span(self, first: int, messages: int, n: int) -> Residual:
         """Return a view of ``messages`` rows of ``n`` elements, beginning ``first`` elements after the residual's
         first.

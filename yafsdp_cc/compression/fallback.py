@@ -151,7 +151,6 @@ class CodecFallback(CompressionObserver):
             self._act(measured, numbers)
 
     def _stop_measuring(self) -> list[Measured]:
-        """Stop observing messages; return the measurement."""
         for each in self._measured:
             each.collective.compression_error = None
         measured, self._measured = self._measured, []

@@ -243,8 +243,6 @@ def exact_mean(total: Tensor, group: dist.ProcessGroup) -> None:
 
 
 class _Hook:
-    """Base of the communication hooks that FSDP2 calls for one module."""
-
     def __init__(self, shared: CompressedCommunication, name: str) -> None:
         self._shared = shared
         self._name = name
@@ -260,8 +258,6 @@ class _Hook:
 
 
 class _ReduceScatterHook(_Hook, ReduceScatter):
-    """The reduce-scatter of one parameter group of FSDP2."""
-
     def __call__(
         self,
         output_tensor: Tensor,

@@ -98,8 +98,8 @@ class CompressedSum(Collective):
         self.residual: Residual | None = None
         """Residual of the messages; None while sums are exact, without error feedback, and before training."""
         self.carried_over: Tensor | None = None
-        """Gradients [chunk] fp32 that residuals held before the codec or the number of ranks changed. They are added to
-        the next encoded sum (to the next sum of any kind after a tuned codec became exact)."""
+        """Gradients [chunk] fp32 that residuals of a checkpoint held, saved with another codec or number of ranks. They
+        are added to the next encoded sum (to the next sum of any kind where a tuned codec is exact)."""
         self.momentum: Tensor | None = None
         """First moment of the optimizer, [chunk] fp32: a mean over ranks, without a loss scale. Used in the momentum
         form, where the schedule has a ``beta``."""
@@ -112,9 +112,10 @@ class CompressedSum(Collective):
         self._is_decoded = True
         """Whether the messages encoded last were decoded into the estimate."""
         self._encoder = None if self.codec_name == EXACT else self._make_encoder(codec)
-        self._encodes = self._keeps_exact = self._adds_exact = self._adds_carried = self._is_momentum = False
-        self._added: Tensor | None = None
-        """The ``carried_over`` that the last sum added, kept because the stream may still read it."""
+        self._encodes = self._keeps_exact = self._adds_exact = self._is_momentum = False
+        self._adds_carried = self._adds_residual = False
+        self._added: list[Tensor | Residual | None] = []
+        """What the last sum has added and no attribute refers to any more: the stream may still read it."""
         self.rounded = 0
         """Number of sums so far whose messages were rounded at random: the counter of the random numbers."""
         schedule.adopt(self)
@@ -131,8 +132,8 @@ class CompressedSum(Collective):
         """Return what this rank has not sent yet, fp32: residuals, and gradients carried over to the next sum."""
 
     @abstractmethod
-    def _hand_over(self, residual: Residual) -> Tensor:
-        """Return the sum over ranks [chunk] of the residuals that they have for this rank's chunk. A collective."""
+    def _add_residual(self, values: Tensor) -> None:
+        """Add the residual to ``values``, laid out like the argument of ``start``."""
 
     @torch.inference_mode(False)  # buffers made here are written in backwards: they must not be inference tensors
     def bind(self, context: CommContext) -> None:
@@ -166,18 +167,17 @@ class CompressedSum(Collective):
     def set_codec(self, codec: str) -> None:
         """Encode by another codec from the next ``start`` on; ``fp32``: sum exactly. No reduce may be in flight.
 
-        From one codec to another the residual stays. A change to exact sums is a collective: each residual is sent to
-        the owners of its chunks, who add it to the next sum, so no gradient is lost. Estimates (EF21) are dropped.
+        From one codec to another the residual stays. The first exact sum adds it to the gradients, so none is lost.
+        Estimates (EF21) are dropped.
         """
         if codec == self.codec_name:
             return
         self.codec_name = codec
         if codec == EXACT:
             self._exact.bind(self.context)
-            if self.residual is not None and self.senders and self.estimate is None:
-                received = self._hand_over(self.residual)
-                self.carried_over = received if self.carried_over is None else self.carried_over.add_(received)
-            self._encoder = self.residual = self.estimate = None
+            self._encoder = None
+            if self.estimate is not None:
+                self.residual = self.estimate = None
         else:
             self._encoder = self._make_encoder(codec)
             self._encoder.bind(self.context)
@@ -258,12 +258,15 @@ class CompressedSum(Collective):
         self._is_decoded = not self._encodes or self.estimate is None
         if self._is_momentum and self.flat.has_grad:
             self._refuse_second_sum()
-        self._adds_carried, self._added = encodes and self.carried_over is not None, None
+        self._adds_carried, self._added = encodes and self.carried_over is not None, []
         self._adds_exact = self.exact_mean is not None and self.flat.has_grad
         if encodes or self._keeps_exact:
             schedule.clip_gradients(self.flat.name, grads)
         if self._keeps_exact:
             self.reserve_exact_mean()
+        self._adds_residual = encodes and self._encoder is None and self.residual is not None
+        if self._adds_residual:  # the codec has become exact
+            self._add_residual(grads)
 
     def _refuse_second_sum(self) -> None:
         for param in self.flat.params:
@@ -297,7 +300,11 @@ class CompressedSum(Collective):
         """Finish a sum; ``own`` [chunk] is this rank's own gradient where no message held it."""
         self._is_decoded = True
         if self._adds_carried:
-            self._added, self.carried_over = self.carried_over, None
+            self._added.append(self.carried_over)
+            self.carried_over = None
+        if self._adds_residual:
+            self._added.append(self.residual)
+            self.residual = None
         if self._is_momentum and self.momentum is not None:
             self.momentum.mul_(self.schedule.beta)
             if own is not None:
@@ -358,16 +365,6 @@ class CompressedReduceScatter(CompressedSum, ReduceScatter):
         super().bind(context)
         if self.schedule.may_be_exact and context.comm.reduces_in_place:
             context.scratch.reserve(_OWN, self.chunk * self.flat.reduce_dtype.itemsize)
-        if self.is_tuned:
-            context.scratch.reserve(SENT, self.senders * self.message_room)
-            context.scratch.reserve(RECEIVED, self.senders * self.message_room)
-
-    @property
-    def message_room(self) -> int:
-        """Bytes reserved for each message where ``CodecAutotuner`` chooses the codec: enough for every candidate."""
-        config = self.schedule.config
-        longest = max(self.flat.layout.chunks)
-        return max(4 * config.block, *(config.make(name).message_bytes(longest) for name in config.candidates))
 
     def bytes_with(self, codec: str) -> int:
         """Return the bytes that the rank with most to send would send per sum with ``codec``; "fp32": exact sums."""
@@ -487,36 +484,16 @@ class CompressedReduceScatter(CompressedSum, ReduceScatter):
         This rank's own chunk holds what it adds to the next sum of that chunk itself.
         """
         whole = torch.zeros(self.flat.layout.numel, dtype=torch.float32, device=self.flat.device)
-        if self.residual is not None and self.estimate is None:
-            for chunks in other_chunks(whole, self.flat.layout, self.flat.rank):
-                chunks.values.copy_(self.residual.of(chunks).load())
+        if self.estimate is None:
+            self._add_residual(whole)
         if (own := self.not_in_residual) is not None:
             self._own_chunk_of(whole).add_(own)
         return whole
 
-    def _hand_over(self, residual: Residual) -> Tensor:
-        layout, rank = self.flat.layout, self.flat.rank
-        total = torch.zeros(self.chunk, dtype=torch.float32, device=self.flat.device)
-        comm, scratch, block = self.context.comm, self.context.scratch, residual.block
-        room = self.message_room // 4 // block * block
-        for buffer in (SENT, RECEIVED):
-            scratch.reserve(buffer, self.senders * 4 * room)
-        for start in range(0, max(layout.chunks), room):
-            counts = [min(max(chunk - start, 0), room) for chunk in layout.chunks]
-            sent = scratch.take(SENT, sum(counts) - counts[rank], torch.float32)
-            received = scratch.take(RECEIVED, self.senders * counts[rank], torch.float32)
-            offset = before = 0
-            for peer, (chunk, count) in enumerate(zip(layout.chunks, counts, strict=True)):
-                if peer != rank:
-                    sent[offset : offset + count] = residual.span(before + start, 1, count).load()[0]
-                    before, offset = before + chunk, offset + count
-            for work in comm.exchange(
-                received.view(torch.uint8), sent.view(torch.uint8), async_op=False, sizes=[4 * each for each in counts]
-            ):
-                work.wait()
-            for row in received.view(self.senders, counts[rank]):
-                total[start : start + counts[rank]].add_(row)
-        return total
+    def _add_residual(self, values: Tensor) -> None:
+        if self.residual is not None:
+            for chunks in other_chunks(values, self.flat.layout, self.flat.rank):
+                chunks.values.add_(self.residual.of(chunks).load())
 
     def memory(self) -> Mapping[str, int]:
         pending = 0 if self._pending is None else self._pending.nbytes

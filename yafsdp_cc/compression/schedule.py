@@ -37,7 +37,7 @@ class Phase(Enum):
     KEPT = "kept"
     """Sums are exact, and their mean is stored in ``exact_mean`` before anybody clips it."""
     LEARNING = "learning"
-    """Sums as in KEPT, though ENCODED or BOTH is due: ``LocalClip`` has no limits yet. All-gathers are encoded."""
+    """Sums as in KEPT, though ENCODED or BOTH is due: ``LocalClip`` has no shares yet. All-gathers are encoded."""
     ENCODED = "encoded"
     """Encoded messages are sent, and their decoded sum is used."""
     BOTH = "both"
@@ -66,7 +66,7 @@ class PhaseController(Protocol):
         """Decay of the momentum, and share of a gradient that enters it: ``beta`` and ``share`` of the schedule."""
 
     def update_phase(self) -> None:
-        """Set the phase again after the limits that clip gradients have changed."""
+        """Set the phase again after the shares by which ``LocalClip`` clips have changed."""
 
 
 class ScheduledSum(Protocol):
@@ -245,7 +245,7 @@ class CompressionSchedule(CompressionObserver):
             self.phase = Phase.ENCODED if steps >= self.config.warmup_steps else Phase.EXACT
 
     def resume_clip(self, state: Mapping[str, float] | None, device: torch.device) -> None:
-        """Load the limits of ``clip``; None: measure them again in exact steps."""
+        """Load the shares of ``clip``, a ``LocalClip``; if ``state`` is None, exact steps measure them again."""
         controller = None if self.controller is None else self.controller()
         if self.clip is not None and controller is not None:
             self.clip.load_state(state, device)

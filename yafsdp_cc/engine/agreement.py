@@ -80,7 +80,7 @@ class Agreement(StepState):
             self._store = self._store.clone()  # type: ignore[attr-defined]
             if (timeout := timeout_of(group)) is not None:
                 self._store.set_timeout(timeout)
-            # Every rank of the model makes its agreements in the same order, so the numbers of one agreement are equal.
+            # Every rank of the model makes its ``Agreement`` objects in one order: each gets one number on all ranks.
             self._key += f"/{self._store.add(f'{self._key}/times of {rank}', 1)}"
         self._questions = itertools.count()  # not ``history``, which a skipped batch takes back: keys are used once
         self._answered = ""

@@ -53,7 +53,8 @@ class GateGradFlow(torch.autograd.Function):
 class Narrow(torch.autograd.Function):
     """Identity on a parameter's view of the weight buffer; its backward writes the gradient and passes nothing on.
 
-    Autograd casts that gradient to the view's dtype first: ``forms.extensions`` has stand-ins for views in fp8.
+    Autograd casts that gradient to the view's dtype first, so where weights are in fp8 (``forms.extensions``) the view
+    is a placeholder in the forward's dtype.
     """
 
     @staticmethod

@@ -314,7 +314,7 @@ class FlatParam:
     sharded: Tensor
     """[chunk] in the parameters' own dtype: this rank's shard, which the optimizer updates."""
     compute_dtype: torch.dtype
-    """Dtype of the unsharded weights."""
+    """Dtype of the unsharded weights in a weight buffer; uint8 where an all-gather extension fills it."""
     reduce_dtype: torch.dtype
     """Dtype of the unsharded gradients."""
     divisor: Divisor
@@ -331,7 +331,8 @@ class FlatParam:
     group: Group = field(init=False)
     """``ParamGroup`` of these parameters in the present engine; replicated ones have none."""
     add_sum: Callable[[Iterable[tuple[int, Tensor]], Sequence[bool]], None] = field(init=False)
-    """Consumer of sums over the ranks of a shard: ``add_to_grad``, or with replicas ``PartialReduceOutput.add``."""
+    """Consumer of sums over the ranks of a shard: ``add_to_grad``, or with replicas ``PartialReduceOutput.add``, which
+    ``Replicas.bind`` puts here."""
 
     def __post_init__(self) -> None:
         self.add_sum = self.add_to_grad

@@ -1,7 +1,8 @@
 """A parameter group: parameters that are gathered together before use and whose gradients are reduced together.
 
     SHARDED ──unshard──► UNSHARDED (in a weight buffer) ──last use──► SHARDED: another group takes the buffer
-    no gradients ──backward writes──► gradient buffer ──reduce──► sharded ``.grad``
+    FREE ──take_grads──► written ──_take──► read by a reduce ──its handle is over──► FREE: another group takes it
+    (of gradient buffers; without gradient sync the group keeps its own, or its reduce-scatters store the gradients)
 
 ``unshard`` and ``unshard_for_backward`` return weights that are ready; ``acquire_grad_buffer`` is called when the
 backward reaches the group, and ``reduce`` when the group's last gate (``autograd``) has run; ``state`` decides when.
@@ -60,7 +61,8 @@ class _ContextStep(StepState):
     in_flight: list[Buffer] = transient(list)
     """Gradient buffers that the reduce stream may still read; this list keeps overflow buffers alive."""
     reduced: list[tuple[FlatParam, list[bool]]] = unreduced(list)
-    """Flat parameters reduced in this backward, and for each of their parameters whether this rank wrote it."""
+    """Flat parameters reduced since gradients were last made final, and for each of their parameters whether this rank
+    wrote it. A backward without sums over replicas leaves them to a later one."""
 
 
 @dataclass(eq=False)
@@ -203,9 +205,10 @@ class ParamGroup(StepState):
     accepts_in: int | None = transient(None)
     """Graph task of the backward that last called ``acquire_grad_buffer``; None once it accepts no more gradients."""
     grads: UnshardedGrads | None = unreduced(None)
-    """The gradient buffer, from the first gradient to the reduce."""
+    """The gradient buffer, from ``take_grads``, when the backward reaches the group, to ``_take``, when its reduce is
+    issued; the reduce reads the buffer until ``buffer.handle`` is over."""
     deferred: dict[FlatParam, list[bool]] = unreduced(dict)
-    """For each flat parameter with deferred gradients (``_defer``), which parameters have some."""
+    """For each flat parameter whose gradients its reduce-scatter has stored, which parameters have some."""
 
     def __init__(self, context: GroupContext, spec: ParamGroupSpec, role: Role) -> None:
         self.context = context
@@ -543,7 +546,7 @@ class ParamGroup(StepState):
 
     def reduce(self) -> None:
         """Issue the reduce. ``FlatParam.add_sum`` takes the sum: on a GPU next on the stream, on a CPU when the next
-        reduce is issued or the backward ends."""
+        reduce is issued, the buffer is taken again or the backward ends."""
         self.acquire_grad_buffer()
         grads, context = self.grads, self.context
         if grads is None:
@@ -575,7 +578,7 @@ class ParamGroup(StepState):
             return
         self.deferred.update(zip(grads.flats, self._take(grads), strict=True))
         for flat, whole in zip(grads.flats, grads.flat, strict=True):
-            self.context.issue_reduce(grads.buffer, partial(_defer, flat, whole))
+            self.context.issue_reduce(grads.buffer, partial(_store, flat, whole))
 
     def _take(self, grads: UnshardedGrads) -> list[list[bool]]:
         """Zero unwritten gradients, give up the buffer, and return which parameters have written or deferred ones."""
@@ -640,6 +643,6 @@ def _complete_reduce(flat: FlatParam, grads: Tensor, used: list[bool]) -> None:
     flat.add_sum(flat.reduce_scatter.finish(grads), used)
 
 
-def _defer(flat: FlatParam, grads: Tensor, async_op: bool) -> Sequence[dist.Work]:
+def _store(flat: FlatParam, grads: Tensor, async_op: bool) -> Sequence[dist.Work]:
     flat.reduce_scatter.defer(grads)
     return ()

@@ -87,7 +87,7 @@ class AllGather(Collective):
         """Issue the collectives that fill ``output``.
 
         Args:
-            output: [world * chunk], in the dtype of the forward.
+            output: [world * chunk], in ``FlatParam.compute_dtype``.
             held: version of the shard whose weights ``output`` still contains; None if it contains anything else. After
                 ``expire`` it may be the present version.
             scratch: [scratch_bytes()] uint8 beside ``output``; None if that is 0 bytes.

@@ -274,7 +274,7 @@ def hand_out_grads(reduced: Iterable[FSDPParam], flags: Tensor | None) -> None:
                 hook(param.parameter)
 
 
-# What ranks issue --------------------------------------------------------------------------------------------------
+# The collectives that ranks issue ----------------------------------------------------------------------------------
 
 _MASK = (1 << 64) - 1
 _LONG, _SHORT = 1_000_003, 256 * 1_000_003

@@ -116,6 +116,7 @@ class GroupSettings:
     grad_buffers: int = 2
     """Number of gradient buffers that groups of this role take in turn."""
     separate_reduce_group: bool = False
+    """Whether reduces have a communicator and a stream of their own; those of one NCCL communicator take turns."""
     allocates_from_group: bool = False
     """Whether buffers are memory of the process group that sends from them, registered with NCCL."""
     streams: dict[str, CommStream] = field(default_factory=dict)

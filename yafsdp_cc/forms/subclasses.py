@@ -200,7 +200,7 @@ def _properties(parameter: nn.Parameter) -> Iterator[tuple[str, Any]]:
 
 
 SUBCLASS = "_yafsdp_cc_subclass"
-"""Name of the attribute of a plain parameter, in place of one of a subclass, that holds its ``TensorSubclass``."""
+"""Name of the attribute that holds the ``TensorSubclass`` of a parameter, or of the one that a plain one replaces."""
 
 
 def tensors_of(tensor: Tensor) -> list[Tensor]:

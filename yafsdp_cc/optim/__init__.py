@@ -8,7 +8,6 @@ from yafsdp_cc.optim.adam import OneBitAdam, ZeroOneAdam
 from yafsdp_cc.optim.lamb import OneBitLamb
 from yafsdp_cc.optim.matrix import MatrixOptimizer
 from yafsdp_cc.optim.muon import Muon
-from yafsdp_cc.optim.replicated import ReplicatedOneBitAdam
 from yafsdp_cc.optim.sgd import OneBitSGD
 
 __all__ = [
@@ -18,6 +17,5 @@ __all__ = [
     "OneBitAdam",
     "OneBitLamb",
     "OneBitSGD",
-    "ReplicatedOneBitAdam",
     "ZeroOneAdam",
 ]

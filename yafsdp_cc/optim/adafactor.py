@@ -34,7 +34,7 @@ class Adafactor(torch.optim.Adafactor):
     rank's elements of one parameter's update at a time.
 
     Arguments are those of ``torch.optim.Adafactor``; ``params`` are parameters of a sharded model, or groups of them,
-    and ``foreach`` has no effect.
+    and ``foreach`` has no effect. Parameters that tensor parallelism has divided are refused.
     """
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -45,6 +45,11 @@ class Adafactor(torch.optim.Adafactor):
                 raise ValueError(
                     f"yafsdp_cc.optim.Adafactor was given a parameter {list(parameter.shape)} that is not sharded: "
                     "make the optimizer from model.parameters() after shard(), and a torch.optim.Adafactor for others"
+                )
+            if parameter.shard_spec.tensor_parallel is not None:
+                raise ValueError(
+                    f"yafsdp_cc.optim.Adafactor was given '{parameter.shard_spec.name}', which tensor parallelism has "
+                    "divided, so that no rank has whole rows and columns: take torch.optim.AdamW for it"
                 )
 
     @torch.no_grad()
@@ -127,28 +132,8 @@ class _Member:
             else:
                 rows.view(-1, shape[-2])[touched] = of_rows
                 columns.view(-1, shape[-1])[touched] = of_columns
-            parts += [self._in_whole(rows.unsqueeze(-1), -1), self._in_whole(columns.unsqueeze(-2), -2)]
+            parts += [rows, columns]
         return torch.cat([part.reshape(-1) for part in parts])
-
-    def _in_whole(self, means: Tensor, over: int) -> Tensor:
-        """Return means over dimension ``over`` of a tensor-parallel rank's block, zero elsewhere in a full-size
-        tensor."""
-        if self.spec.tensor_parallel is None:
-            return means
-        shape = list(self.spec.global_shape)
-        shape[over] = 1
-        whole = means.new_zeros(shape)
-        self._of_whole(whole, over)[:] = means
-        return whole
-
-    def _of_whole(self, means: Tensor, *over: int) -> Tensor:
-        """Return those of the full matrix's means that this rank's tensor-parallel block needs; without one, all."""
-        if (parallel := self.spec.tensor_parallel) is None:
-            return means
-        kept = set(range(means.dim())) - {dim % means.dim() for dim in over}
-        for dim in kept:
-            means = means.narrow(dim, parallel.offsets[dim], self.spec.shape[dim])
-        return means
 
     def track(self, squares: Tensor) -> None:
         """Update the second moment by ``squares``, summed over all ranks."""
@@ -157,16 +142,16 @@ class _Member:
         if self.block is not None:
             row_var, col_var = self.state["row_var"], self.state["col_var"]
             rows, columns = squares[1:].split([row_var.numel(), col_var.numel()])
-            row_var.lerp_(rows.view_as(row_var) / self.spec.global_shape[-1], taken)
-            col_var.lerp_(columns.view_as(col_var) / self.spec.global_shape[-2], taken)
+            row_var.lerp_(rows.view_as(row_var) / self.spec.shape[-1], taken)
+            col_var.lerp_(columns.view_as(col_var) / self.spec.shape[-2], taken)
         else:
             local_of(self.state["variance"]).lerp_(self.gradient.square(), taken)
 
     def update(self) -> Tensor:
         """Return this rank's elements of the update, without the learning rate. Computed twice rather than stored."""
         if self.block is not None:
-            row, column = self._of_whole(self.state["row_var"], -1), self._of_whole(self.state["col_var"], -2)
-            mean = self._of_whole(self.state["row_var"].mean(dim=-2, keepdim=True).clamp_(min=self.eps), -1, -2)
+            row, column = self.state["row_var"], self.state["col_var"]
+            mean = row.mean(dim=-2, keepdim=True).clamp_(min=self.eps)
             variance = self.block.of_factors(row, column, mean).view(self.gradient.shape)
         else:
             variance = local_of(self.state["variance"]).clone()

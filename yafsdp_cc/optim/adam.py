@@ -210,26 +210,20 @@ class ZeroOneAdam(OneBitAdam):
 
 
 def sharded_adamw_step(group: dict[str, Any], parameters: Sequence[Tensor], states: Mapping[Tensor, Any]) -> None:
-    """Make ``adamw_step`` for this rank's elements of sharded parameters."""
+    """Make the step of ``torch.optim.AdamW`` for this rank's elements of sharded parameters, in fp32 at least, whatever
+    their dtypes are.
+    """
     rows = []
     for parameter in parameters:
         state = states[parameter]
-        moments = local_of(state["exp_avg"]), local_of(state["exp_avg_sq"])
-        rows.append((local_of(parameter), local_of(parameter.grad), *moments, state["step"]))
+        kept = parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"]
+        rows.append([local_of(each) for each in kept])
     # The fused kernel does not raise tensors' versions. A shard without elements on this rank counts as changed, too:
     # all ranks must all-gather it anew.
     increment_version([row[0] for row in rows])
     # Fused on a CPU, for the bits of AdamW(fused=True). On a GPU that needs step counts on the device, not the CPU.
-    adamw_step(group, rows, fused=all(row[0].is_cpu for row in rows))
-
-
-def adamw_step(group: dict[str, Any], rows: Sequence[tuple[Tensor, ...]], *, fused: bool) -> None:
-    """Make the step of ``torch.optim.AdamW`` in fp32 at least, in place, whatever the dtypes are.
-
-    Args:
-        rows: values, gradient, first and second moment, and number of steps of each parameter.
-    """
-    wide = [[each.to(width_of(row[0])) for each in row[:4]] for row in rows]
+    is_fused = all(row[0].is_cpu for row in rows)
+    wide = [[each.to(width_of(row[0])) for each in row] for row in rows]
     weights, grads, moments, squares = ([row[index] for row in wide] for index in range(4))
     adamw(
         weights,
@@ -237,9 +231,9 @@ def adamw_step(group: dict[str, Any], rows: Sequence[tuple[Tensor, ...]], *, fus
         moments,
         squares,
         [],
-        [row[4] for row in rows],
-        fused=fused,
-        foreach=not fused,
+        [states[parameter]["step"] for parameter in parameters],
+        fused=is_fused,
+        foreach=not is_fused,
         amsgrad=False,
         beta1=group["betas"][0],
         beta2=group["betas"][1],
@@ -248,7 +242,7 @@ def adamw_step(group: dict[str, Any], rows: Sequence[tuple[Tensor, ...]], *, fus
         eps=group["eps"],
         maximize=False,
     )
-    for (weight, _, moment, square, _), updated in zip(rows, wide, strict=True):
+    for (weight, _, moment, square), updated in zip(rows, wide, strict=True):
         for before, after in ((weight, updated[0]), (moment, updated[2]), (square, updated[3])):
             if before is not after:
                 before.copy_(after)

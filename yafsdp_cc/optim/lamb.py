@@ -123,7 +123,7 @@ class OneBitLamb(OneBitAdam):
     def _update_all(self, phase: Phase) -> None:
         rows: dict[int, Row] | None = None
         for members in self._by_param_group():
-            if rows is None:  # not before the loop, which first records the versions before the step
+            if rows is None:  # ``_by_param_group`` records the versions before the step when the loop begins
                 rows = self._update_moments(phase)
             update(Rule.ADAM_MOMENTUM, [rows[id(each)] for each in members if id(each) in rows])
 
@@ -231,10 +231,10 @@ def _norms_of(jobs: Jobs) -> Iterator[list[float]]:
 
 # Updates of lists of parameters at once, with the sums and maxima that trust ratios need ------------------------------
 #
-# ``update_lamb`` calls one native operator for all parameters of a list. ``_update_plainly`` defines the same bits in
-# plain torch on every device, as the one of ``update`` does. The order of its sums is defined, too: blocks of 512
-# elements are summed in the order of codecs (``block_sum``), stretches of 16 blocks likewise, all in the dtype of the
-# update; stretches are then added in double precision.
+# ``update_lamb`` calls one native operator for all parameters of a list. ``_update_plainly`` is the operator's
+# definition in plain torch, of the same bits on every device, as ``optim.update`` has one for ``update``. It also
+# defines the order of sums: blocks of 512 elements are summed in the order of codecs (``block_sum``), stretches of 16
+# blocks likewise, all in the dtype of the update; stretches are then added in double precision.
 
 _BLOCK, _STRETCH = 512, 8192
 
@@ -245,10 +245,10 @@ class LambRule(IntEnum):
     EXACT = 0
     """Moments by an exact gradient g: m = β₁·m + (1 − β₁)·g; v = β₂·v + (1 − β₂)·g². The weights wait for norms."""
     GRADIENT = 1
-    """By a decoded gradient g: m as in EXACT; fresh second moment w = β₂·w + (1 − β₂)·g²; then the weights
+    """Moments and weights by a decoded gradient g: m as in EXACT; fresh second moment w = β₂·w + (1 − β₂)·g²; then
     x = (1 − γλ)·x − γ·clamp(m̂ / (√v̂ + ε)), γ with the trust ratio."""
     MOMENTUM = 2
-    """By a decoded momentum m: g = (m − β₁·m₋₁) / (1 − β₁), then w and x as in GRADIENT, and m₋₁ = m."""
+    """Updates by a decoded momentum m: g = (m − β₁·m₋₁) / (1 − β₁), then w and x as in GRADIENT, and m₋₁ = m."""
 
 
 class LambRow(NamedTuple):

@@ -203,8 +203,8 @@ class MatrixOptimizer(Optimizer):
 
     def _update_assembled(self, group: dict[str, Any], bucket: Sequence[Any]) -> None:
         """Update matrices that are sharded evenly. A collective."""
-        held, updated = zip(*(_bounds_of(parameter.shard_spec) for parameter in bucket), strict=True)
-        mesh = bucket[0].shard_spec.mesh
+        specs = [parameter.shard_spec for parameter in bucket]
+        held, updated, mesh = [spec.bounds for spec in specs], [spec.update_bounds for spec in specs], specs[0].mesh
         gradients = redivided([grad_of(parameter) for parameter in bucket], held, updated, mesh)
         dtype = self.update_dtype(gradients[0].device) or gradients[0].dtype
         updates = [torch.empty_like(gradient, dtype=dtype) for gradient in gradients]
@@ -276,7 +276,6 @@ class MatrixOptimizer(Optimizer):
     # State
 
     def _init_state(self, parameter: Any, group: Mapping[str, Any]) -> None:
-        """Make the missing state of a parameter."""
         state = self.state[parameter]
         if not self._is_of_matrices(group):
             state.setdefault("step", torch.tensor(0.0, device="cpu"))
@@ -390,29 +389,22 @@ _BUCKET = 1 << 26
 """Elements of all ranks that one exchange moves, unless two units have more."""
 
 
-def buckets(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+def buckets(parameters: Sequence[Any]) -> Iterator[list[Any]]:
     """Yield the parameters of each exchange: of one mesh and dtype, and of at least two units if there are two.
 
     Thus a unit causes one message more on average than without assembly, or less.
     """
-    kinds: dict[Any, dict[Any, list[Tensor]]] = defaultdict(lambda: defaultdict(list))
+    kinds: dict[Any, dict[Any, list[Any]]] = defaultdict(lambda: defaultdict(list))
     for each in parameters:
-        spec: ShardSpec = each.shard_spec  # type: ignore[attr-defined]
+        spec: ShardSpec = each.shard_spec
         owner = owner_of(spec)
         kinds[spec.mesh, each.dtype][None if owner is None else owner.flat].append(each)
     for kind in kinds.values():
         units = list(kind.values())
         while units:
-            elements = accumulate(sum(each.shard_spec.numel for each in unit) for unit in units)  # type: ignore[attr-defined]
+            elements = accumulate(sum(each.shard_spec.numel for each in unit) for unit in units)
             count = max(bisect_right(list(elements), _BUCKET), 2)
             if len(units) == count + 1:
                 count += 1
             yield [each for unit in units[:count] for each in unit]
             units = units[count:]
-
-
-def _bounds_of(spec: ShardSpec) -> tuple[Sequence[int], Sequence[int]]:
-    """Return the bounds of a matrix's shards, and of the ranges that ranks update."""
-    assert spec.bounds is not None
-    assert spec.update_bounds is not None
-    return spec.bounds, spec.update_bounds

@@ -147,10 +147,9 @@ class Muon(MatrixOptimizer):
 @cache
 def _lacks_bf16(device: torch.device) -> bool:
     """Return whether the device computes products of bf16 with fp32 instructions."""
-    tell = getattr(torch.cpu, "get_capabilities", None)  # older versions of torch lack ``get_capabilities``
-    if device.type != "cpu" or platform.machine() not in ("x86_64", "AMD64") or tell is None:
+    if device.type != "cpu" or platform.machine() not in ("x86_64", "AMD64"):
         return False
-    has = tell()
+    has = torch.cpu.get_capabilities()
     return not (has.get("avx512_bf16") or has.get("amx_bf16") or has.get("avx_ne_convert"))
 
 

@@ -40,7 +40,7 @@ class SenderState:
             if before is not None:
                 self.residual.values[: before.values.shape[0]] = before.values
         assert self.residual is not None
-        return self.residual.rows(0, rows)
+        return self.residual.span(0, rows, n)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the residual and the factor, as far as there are any."""

@@ -15,9 +15,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections import OrderedDict
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -39,16 +37,14 @@ class Visit(NamedTuple):
     """Rows of the micro-batch whose samples the cache has from an earlier one."""
     fresh: list[int]
     """Rows of the other samples."""
+    digest: Tensor
+    """Checksums [DIGEST] uint8 that identify the samples' ids and the step."""
 
 
 class SampleCache:
     """The cached activations on one side of a boundary, in host memory or in memory-mapped files.
 
-    When it is full, the sample that was used longest ago is dropped. Both sides of a boundary visit the same ids in the
-    same order, and so have the same samples in the same slots.
-
-    While the stage computes, a thread reads activations for the next micro-batch and writes those of the last one, in
-    the order of the micro-batches.
+    Both sides of a boundary visit the same ids in the same order, and so have the same samples in the same slots.
 
     Args:
         dtype: dtype of cached activations, and of those sent for new samples.
@@ -63,11 +59,11 @@ class SampleCache:
         dtype: torch.dtype,
         encoding: Encoding,
         device: torch.device,
-        folder: Path | None,
+        folder: str | Path | None,
         name: str,
     ) -> None:
-        self.slots: OrderedDict[int, int] = OrderedDict()
-        """Slot of each sample by its id, the one used longest ago first."""
+        self.slots: dict[int, int] = {}
+        """Slot of each sample by its id."""
         self.values: dict[int, Tensor] = {}
         """Cached activations [samples, elements], by the tensor's index among those that cross the boundary."""
         self.dtype, self.encoding = dtype, encoding
@@ -75,29 +71,19 @@ class SampleCache:
         """Whether each message that has arrived in this step was about other samples than this side's."""
         self._samples, self._device, self._folder, self._name = samples, device, folder, name
         self._visits: list[Visit] = []
-        self._digests: list[Tensor] = []
-        self._before: dict[tuple[int, int], Future[Tensor]] = {}
-        self._writes: list[Future[None]] = []
-        self._thread = ThreadPoolExecutor(1, "sample-cache")
 
     def begin_step(self, micro_batches: list[list[int]], step: int) -> None:
         """Assign slots to the samples of a step, whose number both sides know."""
-        self._visits = [self._visit(ids) for ids in micro_batches]
-        self._digests = [_digest(ids, step).to(self._device) for ids in micro_batches]
+        self._visits = [self._visit(ids, step) for ids in micro_batches]
         self.differ.clear()
-        self._before.clear()
-        self._prefetch(0)
 
     def end_step(self) -> bool:
-        """Wait until all activations are written; return whether a message was about other samples."""
-        for write in self._writes:
-            write.result()
-        self._writes.clear()
+        """Return whether a message was about other samples."""
         return bool(self.differ) and bool(torch.stack(self.differ).any())
 
     def changes(self, chunk: int, place: int) -> Changes:
         """Return the encoding of the tensor of index ``place`` of micro-batch ``chunk``, for this step."""
-        return Changes(self, chunk, place, self._visits[chunk], self._digests[chunk])
+        return Changes(self, chunk, place, self._visits[chunk])
 
     def state_dict(self) -> dict[str, Any]:
         """Return the ids and slots of the samples, and their activations."""
@@ -112,39 +98,35 @@ class SampleCache:
                 f"cache_samples={self._samples}: the state has a sample in slot {last}; give as many as when it "
                 "was saved"
             )
-        self.slots = OrderedDict(zip(state["ids"], state["slots"], strict=True))
+        self.slots = dict(zip(state["ids"], state["slots"], strict=True))
         for place, kept in state["values"].items():
             self._values(int(place), kept.shape[1])[state["slots"]] = kept
 
     def known(self, chunk: int, place: int, elements: int) -> Tensor:
         """Return the cached activations of the samples of a micro-batch that have any, [samples, elements] fp32."""
-        if (chunk, place) not in self._before:
-            self._values(place, elements)
-            self._read(chunk, place)
-        return self._before[chunk, place].result().to(self._device, torch.float32)
+        visit = self._visits[chunk]
+        slots = [visit.slots[row] for row in visit.seen]
+        return self._values(place, elements)[slots].to(self._device, torch.float32)
 
-    def _visit(self, ids: Sequence[int]) -> Visit:
+    def _visit(self, ids: Sequence[int], step: int) -> Visit:
         """Give every sample of a micro-batch a slot.
 
         An id that occurs twice has one slot: both samples are sent relative to the activation cached before the
         micro-batch, and the later one is stored.
         """
-        if len(set(ids)) > self._samples:
-            raise ValueError(
-                f"cache_samples={self._samples}: a micro-batch has {len(set(ids))} different samples, all of which "
-                "have to be in the cache. Give as many as the data set has"
-            )
         slots = self.slots
         seen = [row for row, sample in enumerate(ids) if sample in slots]
         fresh = [row for row, sample in enumerate(ids) if sample not in slots]
         for sample in ids:
-            if sample in slots:
-                slots.move_to_end(sample)
-        for sample in ids:
-            if sample not in slots:
-                is_full = len(slots) == self._samples
-                slots[sample] = slots.popitem(last=False)[1] if is_full else len(slots)
-        return Visit([slots[sample] for sample in ids], seen, fresh)
+            slots.setdefault(sample, len(slots))
+        if len(slots) > self._samples:
+            raise ValueError(
+                f"cache_samples={self._samples}: {len(slots)} samples have come, all of which have to be in the cache. "
+                "Give as many as the data set has; cache_folder keeps them in files"
+            )
+        checksum = zlib.crc32(torch.tensor(ids, dtype=torch.int64, device="cpu").numpy().tobytes())
+        digest = torch.tensor([checksum, step & 0xFFFFFFFF], dtype=torch.uint32, device="cpu").view(torch.uint8)
+        return Visit([slots[sample] for sample in ids], seen, fresh, digest.to(self._device))
 
     def _values(self, place: int, elements: int) -> Tensor:
         if place not in self.values:
@@ -152,42 +134,16 @@ class SampleCache:
             if self._folder is None:
                 self.values[place] = torch.zeros(shape, dtype=self.dtype, device="cpu")
             else:
-                file = self._folder / f"{self._name}-{place}.cache"
+                file = Path(self._folder, f"{self._name}-{place}.cache")
                 flat = torch.from_file(str(file), shared=True, size=math.prod(shape), dtype=self.dtype, device="cpu")
                 self.values[place] = flat.view(shape)
         return self.values[place]
 
-    def _prefetch(self, chunk: int) -> None:
-        if chunk < len(self._visits):
-            for place in self.values:
-                self._read(chunk, place)
-
-    def _read(self, chunk: int, place: int) -> None:
-        visit = self._visits[chunk]
-        slots = torch.tensor([visit.slots[row] for row in visit.seen], dtype=torch.int64, device="cpu")
-        self._before[chunk, place] = self._thread.submit(self.values[place].index_select, 0, slots)
-
     def write(self, chunk: int, place: int, kept: Tensor) -> None:
-        """Cache the activations ``kept`` [samples, elements] of a micro-batch, and read those of the next one."""
+        """Cache the activations ``kept`` [samples, elements] of a micro-batch."""
         # of a sample that occurs twice the last row counts
         last = {slot: row for row, slot in enumerate(self._visits[chunk].slots)}
-        rows = torch.tensor(list(last.values()), dtype=torch.int64, device="cpu")
-        into = torch.tensor(list(last), dtype=torch.int64, device="cpu")
-        values = self._values(place, kept.shape[1])
-        written = None
-        if kept.is_cuda:
-            written = torch.cuda.Event()
-            written.record()
-
-        def write() -> None:
-            if written is not None:
-                written.synchronize()
-            values.index_copy_(0, into, kept.cpu()[rows])
-
-        self._writes.append(self._thread.submit(write))
-        self._before.pop((chunk, place), None)
-        if place == max(self.values):
-            self._prefetch(chunk + 1)
+        self._values(place, kept.shape[1])[list(last)] = kept.cpu()[list(last.values())]
 
 
 class Changes(Encoding):
@@ -196,9 +152,9 @@ class Changes(Encoding):
     A message holds the changes of the samples that both sides have, then the other samples themselves, then a digest.
     """
 
-    def __init__(self, cache: SampleCache, chunk: int, place: int, visit: Visit, digest: Tensor) -> None:
+    def __init__(self, cache: SampleCache, chunk: int, place: int, visit: Visit) -> None:
         self._cache, self._chunk, self._place = cache, chunk, place
-        self._seen, self._fresh, self._digest = visit.seen, visit.fresh, digest
+        _, self._seen, self._fresh, self._digest = visit
 
     def message_bytes(self, shape: Sequence[int], dtype: torch.dtype) -> int:
         exact = len(self._fresh) * math.prod(shape[1:]) * self._cache.dtype.itemsize
@@ -240,9 +196,3 @@ class Changes(Encoding):
         values.copy_(taken.view(values.shape))
         # non-finite activations reach the loss, but are not cached: changes would never make them finite again
         cache.write(self._chunk, self._place, torch.where(taken.isfinite(), taken, before))
-
-
-def _digest(ids: list[int], step: int) -> Tensor:
-    """Return [DIGEST] uint8, checksums that identify the ids of a micro-batch and the number of the step."""
-    checksum = zlib.crc32(torch.tensor(ids, dtype=torch.int64, device="cpu").numpy().tobytes())
-    return torch.tensor([checksum, step & 0xFFFFFFFF], dtype=torch.uint32, device="cpu").view(torch.uint8)

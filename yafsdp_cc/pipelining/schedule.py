@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle, _ComputationType
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 from yafsdp_cc.engine.spec import specs_below
 from yafsdp_cc.pipelining.sharded import ShardedStage
@@ -37,10 +37,9 @@ def prepare_schedule(schedule: S) -> S:
     Raises:
         TypeError: it is no schedule of torch, one of its stages is no ``CompressedStage``, or not the class for a
             sharded, or for a plain, module.
-        NotImplementedError: ``epilogue_only`` needs the schedule's actions, which it does not have; or the schedule
-            splits backwards, which sharded stages cannot.
+        NotImplementedError: ``epilogue_only`` needs the schedule's actions, which it does not have.
         ValueError: stages have different settings; on all ranks.
-        RuntimeError: one of these was raised on another rank, or this version of torch has other schedules.
+        RuntimeError: one of these was raised on another rank.
     """
     stages = _stages_of(schedule)
     _compare(stages, _unfit(schedule, stages))
@@ -69,21 +68,13 @@ def prepare_schedule(schedule: S) -> S:
 
 def _stages_of(schedule: Any) -> list[Any]:
     if isinstance(schedule, PipelineScheduleSingle):
-        stages = [schedule._stage]
-    elif isinstance(schedule, PipelineScheduleMulti):
-        stages = list(schedule._stages)
-    else:
-        raise TypeError(
-            f"prepare_schedule: {type(schedule).__name__} is no schedule of torch.distributed.pipelining, such as "
-            "Schedule1F1B(stage, n_microbatches, loss_fn)"
-        )
-    for name in ("_n_microbatches", "_has_backward", "_args_chunk_spec", "pipeline_order"):
-        if not hasattr(schedule, name):
-            raise RuntimeError(
-                f"prepare_schedule reads {name} of torch's schedules, and in torch {torch.__version__} there is none. "
-                "It is tested with torch 2.13: pip install 'torch==2.13.*'"
-            )
-    return stages
+        return [schedule._stage]
+    if isinstance(schedule, PipelineScheduleMulti):
+        return list(schedule._stages)
+    raise TypeError(
+        f"prepare_schedule: {type(schedule).__name__} is no schedule of torch.distributed.pipelining, such as "
+        "Schedule1F1B(stage, n_microbatches, loss_fn)"
+    )
 
 
 def hidden_gradients(pipeline_order: Mapping[int, Sequence[Any]]) -> frozenset[tuple[int, int]]:
@@ -126,14 +117,6 @@ def _unfit(schedule: Any, stages: Sequence[Any]) -> Exception | None:
         return NotImplementedError(
             f"epilogue_only=True: {type(schedule).__name__} has no pipeline_order, so that nobody knows what it hides. "
             "Use a schedule that has one, such as Schedule1F1B, or epilogue_only=False"
-        )
-    actions = (action for each in (schedule.pipeline_order or {}).values() for action in computed(each))
-    splits = any(action.computation_type is _ComputationType.BACKWARD_INPUT for action in actions)
-    if splits and any(stage.compression.epilogue_only and isinstance(stage, ShardedStage) for stage in stages):
-        return NotImplementedError(
-            f"epilogue_only=True: {type(schedule).__name__} hides transfers behind gradients of weights, which a "
-            "sharded stage computes with those of its inputs. Use Schedule1F1B, ScheduleGPipe or "
-            "ScheduleInterleaved1F1B, or epilogue_only=False"
         )
     return None
 

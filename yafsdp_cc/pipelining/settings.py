@@ -30,8 +30,7 @@ class StageCompression:
         backward: name of the codec of their gradients, or "powersgd"; None: they are sent exactly.
         forward_delta: encode the change of each sample's activation since it was sent last, rather than the activation
             (AQ-SGD). ``schedule.step`` then takes ``sample_ids``.
-        cache_samples: number of samples whose activation both sides of a boundary cache: those of the data set. If
-            there are more, the one used longest ago is dropped, and sent exactly when it comes again.
+        cache_samples: number of samples whose activation both sides of a boundary cache: those of the data set.
         cache_dtype: dtype of cached activations, and of those sent for new samples: bfloat16, float16 or float32.
         cache_folder: an existing folder for memory-mapped files, one for each boundary and side; None: host memory.
         error_feedback: add what a gradient's message loses to the message of the next micro-batch (lazy error

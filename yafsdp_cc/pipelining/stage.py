@@ -1,17 +1,15 @@
 """Stages of ``torch.distributed.pipelining`` that compress the messages between them.
 
 torch's schedules ask a stage for its sends and receives and run its chunks, by methods that a subclass may override.
-``CompressedStage`` overrides some that are private to torch, so ``check_torch`` compares their signatures with those
-this module was written for.
+``CompressedStage`` overrides some that are private to torch, so ``check_torch`` refuses other versions than the one
+that this module was written for.
 """
 
 from __future__ import annotations
 
-import inspect
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -27,30 +25,17 @@ from yafsdp_cc.profiling import span
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-_SEAM = {
-    "get_fwd_send_ops": ("self", "fwd_chunk_id"),
-    "get_fwd_recv_ops": ("self", "fwd_chunk_id"),
-    "get_bwd_send_ops": ("self", "bwd_chunk_id"),
-    "get_bwd_recv_ops": ("self", "bwd_chunk_id"),
-    "forward_one_chunk": ("self", "fwd_chunk_id", "args", "kwargs", "save_forward_output"),
-    "backward_one_chunk": ("self", "bwd_chunk_id", "loss", "full_backward", "last_backward"),
-    "_get_grad_send_meta": ("self", "input_idx"),
-    "_prepare_forward_infra": ("self", "num_microbatches", "args", "kwargs", "has_backward"),
-}
-"""Methods of torch's stage that are overridden or called, and their parameters in torch 2.13."""
+_TORCH = "2.13"
+"""Version of torch whose stages and schedules have the private methods and attributes that are used here."""
 
 
-def check_torch(stage: type[PipelineStage] = PipelineStage) -> None:
-    """Check that torch's stage has the methods that ``CompressedStage`` overrides."""
-    for name, expected in _SEAM.items():
-        method = getattr(stage, name, None)
-        found = None if method is None else tuple(inspect.signature(method).parameters)
-        if found != expected:
-            seen = "it is not there" if found is None else f"its parameters are {', '.join(found)}"
-            raise RuntimeError(
-                f"CompressedStage replaces torch.distributed.pipelining.PipelineStage.{name}({', '.join(expected)}), "
-                f"and in torch {torch.__version__} {seen}. It is tested with torch 2.13: pip install 'torch==2.13.*'"
-            )
+def check_torch(version: str = torch.__version__) -> None:
+    """Raise a ``RuntimeError`` if torch may have other private methods than those that are overridden."""
+    if not version.startswith(f"{_TORCH}."):
+        raise RuntimeError(
+            "CompressedStage replaces private methods of torch.distributed.pipelining, which differ between versions. "
+            f"It is tested with torch {_TORCH} alone, and this is {version}: pip install 'torch=={_TORCH}.*'"
+        )
 
 
 class _Arriving(NamedTuple):
@@ -78,7 +63,7 @@ class CompressedStage(PipelineStage):
 
     Raises:
         ValueError: a setting is not possible.
-        RuntimeError: this version of torch has other methods than those that are overridden.
+        RuntimeError: torch is of another version than 2.13.
     """
 
     def __init__(
@@ -107,11 +92,7 @@ class CompressedStage(PipelineStage):
         self._senders: dict[tuple[str, int], SenderState] = {}
         self._exact, self._activations = Exact(), self.compression.of_activations()
         self._gradients = self.compression.of_gradients()
-        self._caches = {
-            side: self._cache(side)
-            for side in ("input", "output")
-            if self.compression.forward_delta and not (self.is_first if side == "input" else self.is_last)
-        }
+        self._caches = self._empty_caches()
 
     # Called by prepare_schedule
 
@@ -195,10 +176,9 @@ class CompressedStage(PipelineStage):
         for name, kept in state["senders"].items():
             direction, place = name.split(".")
             self._sender(direction, int(place)).load_state_dict(kept, self.compression.block, self.device)
-        for side in self._caches:
-            self._caches[side] = self._cache(side)
-            if side in state["caches"]:
-                self._caches[side].load_state_dict(state["caches"][side])
+        self._caches = self._empty_caches()
+        for side in self._caches.keys() & state["caches"].keys():
+            self._caches[side].load_state_dict(state["caches"][side])
 
     # Called by torch's schedules
 
@@ -322,12 +302,15 @@ class CompressedStage(PipelineStage):
         feedback = direction == "backward" and self.compression.error_feedback
         return self._senders.setdefault((direction, place), SenderState(feedback))
 
-    def _cache(self, side: str) -> SampleCache:
-        asked = self.compression
-        assert asked.cache_samples is not None
-        folder = None if asked.cache_folder is None else Path(asked.cache_folder)
-        name = f"boundary-{self._boundary(side)}-{side}"
-        return SampleCache(asked.cache_samples, asked.cache_dtype, asked.of_changes(), self.device, folder, name)
+    def _empty_caches(self) -> dict[str, SampleCache]:
+        """Return the cache of each side, "input" and "output", that has a boundary."""
+        asked, caches = self.compression, {}
+        for side, is_end in (("input", self.is_first), ("output", self.is_last)):
+            if asked.cache_samples is not None and not is_end:
+                name = f"boundary-{self._boundary(side)}-{side}"
+                given = asked.cache_samples, asked.cache_dtype, asked.of_changes(), self.device, asked.cache_folder
+                caches[side] = SampleCache(*given, name)
+        return caches
 
     def _boundary(self, side: str) -> str:
         first = self.stage_index - (1 if side == "input" else 0)

@@ -81,10 +81,7 @@ def compute_ends(pipeline_order: Mapping[int, Sequence[Any]], seconds: StageSeco
 
 
 def stages_to_compress(
-    pipeline_order: Mapping[int, Sequence[Any]],
-    seconds: StageSeconds,
-    exact_reduce: float | Sequence[float],
-    encoded_reduce: float | Sequence[float],
+    pipeline_order: Mapping[int, Sequence[Any]], seconds: StageSeconds, exact_reduce: float, encoded_reduce: float
 ) -> frozenset[int]:
     """Return the stages whose data-parallel gradients are worth encoding: those that finish last (selective stages).
 
@@ -95,20 +92,14 @@ def stages_to_compress(
         yafsdp_cc.shard(part, compression="int8" if place in chosen else None)
 
     Args:
-        exact_reduce: seconds of a stage's exact reduce over its data-parallel ranks, one number for all stages or one
-            for each, calculated or measured.
+        exact_reduce: seconds of any stage's exact reduce over its data-parallel ranks, calculated or measured.
         encoded_reduce: the same of an encoded reduce.
 
     Source: Song et al., "Optimus-CC", 2023 (selective stage compression), who choose a share of the stages by hand.
     """
     ends = compute_ends(pipeline_order, seconds)
-
-    def of(reduce: float | Sequence[float], stage: int) -> float:
-        return float(reduce) if isinstance(reduce, (int, float)) else reduce[stage]
-
-    shortest = max(end + of(encoded_reduce, stage) for stage, end in ends.items())
-    late = (stage for stage, end in ends.items() if end + of(exact_reduce, stage) > shortest * (1 + 1e-9))
-    return frozenset(stage for stage in late if of(encoded_reduce, stage) < of(exact_reduce, stage))
+    shortest = max(ends.values()) + encoded_reduce
+    return frozenset(stage for stage, end in ends.items() if end + exact_reduce > shortest * (1 + 1e-9))
 
 
 _TRIAL = 1 << 20

@@ -46,7 +46,7 @@ with push-sum weights.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.distributed as dist
@@ -55,10 +55,10 @@ from torch import Tensor
 from yafsdp_cc.compression import error_feedback
 from yafsdp_cc.compression.codec import BLOCK, codec_of
 from yafsdp_cc.compression.error_feedback import EF21, Residual, lost_share
-from yafsdp_cc.ranks.checks import all_gather_objects
 from yafsdp_cc.ranks.groups import new_group, timeout_of
 from yafsdp_cc.replicas.messages import PeerMailbox, PeerMessage, agreed
-from yafsdp_cc.replicas.sync import LocalBuffer, ReplicaSync, local_of, sum_over
+from yafsdp_cc.replicas.optimizer_state import mean_state, write_state
+from yafsdp_cc.replicas.sync import LocalBuffer, ReplicaSync, sum_over
 
 if TYPE_CHECKING:
     from torch import nn
@@ -307,7 +307,8 @@ class Gossip(ReplicaSync):
         self._show()
         self._restart()
         if (optimizer := self.optimizer) is not None:
-            self._average_state(optimizer)
+            names = [f"replica {place}" for place in range(self.comm.world)]
+            write_state(self.parameters, optimizer, mean_state(self.parameters, optimizer.state, self.comm, names))
 
     def _complete(self) -> None:
         """Receive all messages in flight, and check that all replicas have made the same steps."""
@@ -343,50 +344,6 @@ class Gossip(ReplicaSync):
         self._content.restart()
         self._steps, self._is_in_flight = 0, False
         self._versions = [each._version for each in self.locals()]
-
-    def _average_state(self, optimizer: Optimizer) -> None:
-        """Average each tensor of the optimizer's state over the replicas that have it, and give the mean to all.
-
-        A parameter without a gradient may have no state on some replica.
-        """
-        members = list(self.parameters.values())
-        everywhere = all_gather_objects([_kinds(optimizer.state.get(each, {})) for each in members], [self.comm.group])
-        for name in sorted({name for kinds in everywhere for each in kinds for name in each}):
-            shared: list[Tensor] = []
-            counts: list[int] = []
-            for place, parameter in enumerate(members):
-                found = [kinds[place][name] for kinds in everywhere if name in kinds[place]]
-                if found:
-                    state = optimizer.state[parameter]
-                    if state.get(name) is None:
-                        state[name] = found[0].zeros(parameter)
-                    shared.append(local_of(state[name]))
-                    counts.append(len(found))
-            flat = torch.cat([each.flatten().to(self.device, torch.float32) for each in shared])
-            sum_over(self.comm, flat)
-            for values, total, count in zip(shared, flat.split([each.numel() for each in shared]), counts, strict=True):
-                values.copy_(total.view(values.shape) / count)
-
-
-class _Kind(NamedTuple):
-    """Form of a tensor in an optimizer's state, for replicas that lack that tensor."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: str
-
-    def zeros(self, parameter: Tensor) -> Tensor:
-        if self.shape == tuple(parameter.shape):
-            return torch.zeros_like(parameter, dtype=self.dtype, requires_grad=False)
-        return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
-
-
-def _kinds(state: Mapping[str, Any]) -> dict[str, _Kind]:
-    return {
-        name: _Kind(tuple(value.shape), value.dtype, local_of(value).device.type)
-        for name, value in state.items()
-        if isinstance(value, Tensor) and value.is_floating_point()
-    }
 
 
 # Graphs ------------------------------------------------------------------------------------------------------------

@@ -62,16 +62,16 @@ class BackgroundSum:
         self._stream.issue(self._handle, self._issue, None if self._codec is None else self._decode)
 
     def start_flags(self) -> None:
-        """Start the sum of the flags only."""
+        """Start the sum of ``flags`` alone, without the sum of the buffer."""
         self._stream.wait_for_caller()
         self._stream.issue(self._flags_handle, lambda async_op: self._comm.all_reduce(self._flags, async_op))
 
     def wait_flags(self) -> None:
-        """Complete the sum of flags."""
+        """Complete the sum of ``flags``."""
         self._flags_handle.wait()
 
     def wait(self) -> None:
-        """Complete the sum."""
+        """Complete the sums of buffer and flags."""
         self._flags_handle.wait()
         self._handle.wait()
 
@@ -159,7 +159,7 @@ class PeerMessage:
         self._header_handle.wait()
 
     def wait(self) -> None:
-        """Complete the exchange."""
+        """Complete the exchange of headers and buffers."""
         self._header_handle.wait()
         self._handle.wait()
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, groupby
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -34,14 +34,13 @@ from yafsdp_cc.compression.codecs import TopK2Bit
 from yafsdp_cc.compression.error_feedback import Residual
 from yafsdp_cc.engine.streams import comm_stream
 from yafsdp_cc.replicas.membership import AllReplicas, Task
-from yafsdp_cc.replicas.plain_values import decoded, encoded
+from yafsdp_cc.replicas.optimizer_state import StateValue, mean_state, write_state
 from yafsdp_cc.replicas.sync import (
     LocalBuffer,
     ReplicaSync,
     check_steps,
     local_of,
     read_grads,
-    runs_of,
     set_grad,
     sum_over,
     tensors_of,
@@ -53,14 +52,10 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from yafsdp_cc.compression.codec import Codec
-    from yafsdp_cc.engine.communicator import Communicator
     from yafsdp_cc.engine.streams import CommHandle
     from yafsdp_cc.replicas.membership import Membership, Round
 
 _SPARSE_BLOCK = 4096
-_MOST_VALUES, _MOST_KEYS = 1 << 14, 32
-"""Limits of the optimizer state that a peer sends for a parameter, tensors of the parameter's shape not counted: bytes
-(8 more for each element), and number of values."""
 _MOMENTUM, _RESIDUAL, _START = "outer_momentum", "outer_residual", "outer_start"
 """Names in checkpoints; earlier versions' checkpoints need them unchanged."""
 
@@ -216,7 +211,6 @@ class Outer(ReplicaSync):
         self._step %= self.every
 
     def _begin(self) -> None:
-        """Begin a round at the present weights."""
         self._step, self._moved = 0, False
         for each in self._fragments:
             each.load()
@@ -299,9 +293,10 @@ class Outer(ReplicaSync):
             if exchange.error is None:
                 try:
                     exchange.handle.wait()
-                    if exchange.round.task.ends:
-                        exchange.residuals = self._mean_residuals(exchange.round)
-                        exchange.state = self._mean_state(exchange.round)
+                    if (current := exchange.round).task.ends:
+                        exchange.residuals = self._mean_residuals(current)
+                        states = {} if self.optimizer is None or not current.contributes else self.optimizer.state
+                        exchange.state = mean_state(self.parameters, states, current.comm, current.names)
                 except RuntimeError as error:
                     exchange.error = error
             if self._rounds.close(exchange.error):
@@ -332,7 +327,8 @@ class Outer(ReplicaSync):
                     fragment.residual.clear()
             for local, taken in zip(self._untrained, self._staged, strict=True):
                 local.copy_(taken.view(local.dtype).view(local.shape))
-        self._write_state(exchange.state)
+        if self.optimizer is not None:
+            write_state(self.parameters, self.optimizer, exchange.state)
         for fragment, mean in zip(self._fragments, exchange.residuals, strict=False):
             if fragment.residual is not None:
                 fragment.residual.values.copy_(mean)
@@ -345,7 +341,7 @@ class Outer(ReplicaSync):
         return [*found, *(each for each in self._staged if each.numel())]
 
     def _take_position(self, task: Task) -> None:
-        """Go on at the step, within a round, of the replicas whose weights this replica takes."""
+        """Set ``_step``, the step within a round, to that of the replicas whose weights this replica takes."""
         self._step = 0
         if task.fragments and not task.ends:
             self._step = next(step for step, n in self._due.items() if n == task.fragments[0]) % self.every
@@ -374,85 +370,6 @@ class Outer(ReplicaSync):
             sum_over(current.comm, mean)
             found.append(mean.div_(len(current.contributors)))
         return found
-
-    def _mean_state(self, current: Round) -> list[_State]:
-        """Return the mean over replicas of the optimizer's state. A collective.
-
-        Values of another shape than their parameter, such as the number of steps, are those of the first replica that
-        has them.
-        """
-        optimizer = self.optimizer
-        states: Mapping[Tensor, Any] = {} if optimizer is None or not current.contributes else optimizer.state
-        known: dict[str, dict[str, Any]] = {}
-        for name, parameter in self.parameters.items():
-            state = states.get(parameter, {})
-            known[name] = {key: None if _is_like(value, parameter) else _plain(value) for key, value in state.items()}
-        everywhere: dict[tuple[str, str], Any] = {}
-        for sender, theirs in zip(current.names, self._exchange_states(known, current.comm), strict=True):
-            for name, key, value in self._checked_states(theirs, states, sender):
-                everywhere.setdefault((name, key), value)
-        found = [_State(name, key, value) for (name, key), value in everywhere.items() if value is not None]
-        alike = [place for place, value in everywhere.items() if value is None]
-        for run in (alike[part] for part in runs_of([self.parameters[name] for name, _ in alike])):
-            mean = LocalBuffer([local_of(self.parameters[name]) for name, _ in run], device=current.comm.device)
-            for (name, key), view in zip(run, mean.views, strict=True):
-                if (value := states.get(self.parameters[name], {}).get(key)) is not None:
-                    view.copy_(local_of(value))
-            sum_over(current.comm, mean.data)
-            mean.data.div_(len(current.contributors))
-            found += [_State(*place, view, is_like=True) for place, view in zip(run, mean.views, strict=True)]
-        return found
-
-    def _exchange_states(self, known: Any, comm: Communicator) -> Iterator[Tensor]:
-        """Yield every replica's message with the state of its optimizer. A collective."""
-        try:
-            message = encoded(known)
-        except TypeError as error:
-            raise ValueError(f"replicas exchange the optimizer's state as tensors and plain values: {error}") from None
-        sizes = torch.zeros(comm.world, 1, dtype=torch.int64, device=comm.device)
-        sizes[comm.rank] = len(message)
-        for work in comm.all_gather(sizes.view(-1), sizes[comm.rank], async_op=True):
-            work.wait()
-        found = sizes.view(-1).tolist()
-        most = sum(_MOST_VALUES + 8 * each.numel() for each in self.locals())
-        if not 0 <= min(found) <= max(found) <= most:
-            raise ValueError(f"replicas announce {found} bytes of optimizer state: at most {most} go with this model")
-        texts = torch.zeros(comm.world, max(found), dtype=torch.uint8, device=comm.device)
-        texts[comm.rank, : len(message)] = message
-        for work in comm.all_gather(texts.view(-1), texts[comm.rank], async_op=True):
-            work.wait()
-        return (text[:size].cpu() for text, size in zip(texts, found, strict=True))
-
-    def _checked_states(
-        self, message: Tensor, states: Mapping[Tensor, Any], sender: str
-    ) -> Iterator[tuple[str, str, Any]]:
-        """Yield parameter, key and value of the state that a replica has sent."""
-        try:
-            for name, state in decoded(message).items():
-                parameter = self.parameters[name]
-                own = states.get(parameter, {})
-                if len(state) > _MOST_KEYS:
-                    raise ValueError(f"{len(state)} values for '{name}', more than an optimizer has")
-                for key, value in state.items():
-                    if type(key) is not str or not _fits(value, own.get(key), parameter):
-                        raise ValueError(f"{key!r} of '{name}' has another type or shape than this replica's")
-                    yield name, key, value
-        except (AttributeError, KeyError, ValueError) as error:
-            raise ValueError(f"{sender} has sent what is no state of this optimizer: {error}") from None
-
-    def _write_state(self, states: Sequence[_State]) -> None:
-        optimizer = self.optimizer
-        if optimizer is None:
-            return
-        for name, key, value, is_like in states:
-            parameter = self.parameters[name]
-            own = optimizer.state[parameter]
-            if is_like and key not in own:
-                own[key] = torch.zeros_like(parameter, requires_grad=False)
-            if isinstance(own.get(key), Tensor):
-                local_of(own[key]).copy_(value)
-            else:
-                own[key] = value
 
     def state(self) -> Mapping[str, Sequence[Tensor]]:
         if self._left:
@@ -495,18 +412,8 @@ class _Exchange:
     buffers: dict[int, Tensor] = field(default_factory=dict)
     """Buffers by fragment: the sum, or the messages of all members."""
     residuals: list[Tensor] = field(default_factory=list)
-    state: list[_State] = field(default_factory=list)
+    state: list[StateValue] = field(default_factory=list)
     error: RuntimeError | None = None
-
-
-class _State(NamedTuple):
-    """A value in the optimizer's state of a parameter."""
-
-    name: str
-    key: str
-    value: Any
-    is_like: bool = False
-    """Whether the value has the shape of the parameter."""
 
 
 class _Fragment:
@@ -587,22 +494,3 @@ def _runs(parameters: Sequence[nn.Parameter], count: int) -> Iterator[list[nn.Pa
     places = [int(count * middle / max(sum(sizes), 1)) for middle in middles]
     for _, run in groupby(zip(places, parameters, strict=True), key=lambda each: each[0]):
         yield [parameter for _, parameter in run]
-
-
-def _is_like(value: Any, parameter: nn.Parameter) -> bool:
-    return isinstance(value, Tensor) and value.shape == parameter.shape and value.is_floating_point()
-
-
-def _fits(value: Any, own: Any, parameter: nn.Parameter) -> bool:
-    """Return whether another replica's ``value`` has the form of ``own``; any value has where ``own`` is None."""
-    if own is None:
-        return True
-    if value is None or _is_like(own, parameter):
-        return value is None and _is_like(own, parameter)
-    if isinstance(own, Tensor):
-        return isinstance(value, Tensor) and value.shape == local_of(own).shape
-    return type(value) is type(own)
-
-
-def _plain(value: Any) -> Any:
-    return local_of(value).cpu() if isinstance(value, Tensor) else value

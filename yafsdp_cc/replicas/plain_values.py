@@ -64,14 +64,14 @@ def decoded(message: Tensor) -> Any:
     try:
         end = _PREFIX + int.from_bytes(bytes(message[:_PREFIX].tolist()), "little")
         if end > len(message):
-            raise ValueError(f"{len(message)} bytes, of {end}")
+            raise ValueError(f"the message has {len(message)} of {end} bytes")
         head = json.loads(bytes(message[_PREFIX:end].tolist()))
         reader = _Reader(message[end:])
         value = reader.read(head, _DEEPEST)
     except (TypeError, KeyError, RuntimeError, RecursionError) as error:
         raise ValueError(f"not tensors and plain values: {error}") from None
     if len(reader.left):
-        raise ValueError(f"{len(reader.left)} bytes more than its tensors have")
+        raise ValueError(f"{len(reader.left)} bytes follow the last tensor of the message")
     return value
 
 

@@ -35,7 +35,6 @@ from yafsdp_cc.engine.layout import Layout
 from yafsdp_cc.fsdp2.module import ShardedModule, check_shows_shards, ranks_of_model, require_state
 from yafsdp_cc.optim.matrix import MatrixOptimizer
 from yafsdp_cc.optim.one_bit import OneBitOptimizer
-from yafsdp_cc.optim.replicated import ReplicatedOneBitAdam
 from yafsdp_cc.ranks.checks import all_gather_objects, check_settings
 from yafsdp_cc.ranks.mesh import broadcast_values, shard_group
 from yafsdp_cc.tensor.module_parameters import named_sharded_parameters
@@ -43,7 +42,7 @@ from yafsdp_cc.tensor.module_parameters import named_sharded_parameters
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-_REFUSED = (LBFGS, MatrixOptimizer, OneBitOptimizer, ReplicatedOneBitAdam)
+_REFUSED = (LBFGS, MatrixOptimizer, OneBitOptimizer)
 """Optimizers whose steps do more than update each element by its own gradient and state."""
 
 
@@ -292,7 +291,6 @@ def refuse_sync(call: str, *models: nn.Module) -> None:
 
 @cache
 def _watch_optimizers() -> None:
-    """Register hooks that call the ``ReplicaSync`` of a model around every step of its optimizers."""
     register_optimizer_step_pre_hook(_before)
     register_optimizer_step_post_hook(_after)
 

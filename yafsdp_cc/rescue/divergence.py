@@ -7,12 +7,11 @@ from collections.abc import Hashable
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from yafsdp_cc.checkpoint.ranks import meet
 from yafsdp_cc.checkpoint.state import as_sequence, plain_name, unwrapped
-from yafsdp_cc.ranks.checks import all_gather_objects, checksum
+from yafsdp_cc.ranks.checks import all_gather_objects, checksum, named_ranks
 from yafsdp_cc.replicas.sync import local_of, refuse_sync
 
 if TYPE_CHECKING:
@@ -24,14 +23,14 @@ class DivergenceError(RuntimeError):
 
 
 class DivergenceWatch:
-    """Compares checksums between ranks: all replicated parameters, step counts, and the shards of one unit in turn.
+    """Compares checksums of all parameters, and counts of steps, between the ranks that must have them alike.
 
         watch = yafsdp_cc.DivergenceWatch(model, optimizer, every=100)
         ...
         watch.step()  # behind optimizer.step()
 
     A shard is compared with that of the other replicas: without replicas, there is nothing to compare it with. The
-    checksums notice every change of one bit.
+    checksums notice every change of one bit, and read all that a rank has of the parameters.
 
     Args:
         model: sharded by this package or by FSDP2.
@@ -47,7 +46,7 @@ class DivergenceWatch:
             raise ValueError(f"every={every} must be a number of steps, 1 or more")
         self._model, self._optimizers, self._every = unwrapped(model), as_sequence(optimizer), every
         refuse_sync("DivergenceWatch", self._model)
-        self._steps = self._compared = 0
+        self._steps = 0
 
     def step(self) -> None:
         """Count a step, and compare if it is time to. A collective then.
@@ -61,11 +60,8 @@ class DivergenceWatch:
 
     def _compare(self) -> None:
         group = meet("DivergenceWatch.step()", self._model, {"steps": self._steps}).front
-        units = self._units()
-        unit = list(units)[self._compared % len(units)]
-        self._compared += 1
         names: dict[Tensor, str] = {each: plain_name(name) for name, each in self._model.named_parameters()}
-        own = {name: _found(each) for each, name in names.items() if each in units[unit] or _is_replicated(each)}
+        own = {name: _found(each) for each, name in names.items()}
         for optimizer in self._optimizers:
             for parameter, state in optimizer.state.items():
                 if "step" in state:
@@ -76,20 +72,7 @@ class DivergenceWatch:
                 values[name, part][rank] = value
         for (name, _), by_rank in values.items():
             if len(set(by_rank.values())) > 1:
-                raise DivergenceError(_told(name, unit, by_rank, self._steps))
-
-    def _units(self) -> dict[str, set[Tensor]]:
-        """Return the parameters of each unit, by the unit's name."""
-        units: defaultdict[str, set[Tensor]] = defaultdict(set)
-        wrapped = [name for name, module in self._model.named_modules() if isinstance(module, FSDPModule)]
-        for name, parameter in self._model.named_parameters():
-            around = [each for each in wrapped if name.startswith(f"{each}.")]
-            units[max(around, key=len, default="")].add(parameter)
-        return units
-
-
-def _is_replicated(parameter: Tensor) -> bool:
-    return isinstance(parameter, DTensor) and all(each.is_replicate() for each in parameter.placements)
+                raise DivergenceError(_told(name, by_rank, self._steps))
 
 
 def _found(parameter: Tensor) -> tuple[Hashable, int]:
@@ -101,14 +84,13 @@ def _found(parameter: Tensor) -> tuple[Hashable, int]:
     return part, checksum(local_of(parameter))
 
 
-def _told(name: str, unit: str, values: dict[int, int], steps: int) -> str:
+def _told(name: str, values: dict[int, int], steps: int) -> str:
     (usual, count), *_ = Counter(values.values()).most_common()
     alike = [rank for rank, value in values.items() if value == usual]
     others = [rank for rank in values if rank not in alike]
-    who = f"rank{'s' if len(others) > 1 else ''} {', '.join(map(str, others))}"
     among = "" if 2 * count > len(values) else ", and which of them is right cannot be told"
     return (
-        f"after {steps} steps {who} had another '{name}' than ranks {', '.join(map(str, alike))}{among} (compared: "
-        f"unit '{unit or '(root)'}' and all replicated parameters). A bit has flipped, or code has changed it on some "
-        "ranks alone: go on from the last snapshot or checkpoint, and test that machine if it happens again"
+        f"after {steps} steps {named_ranks(others)} had another '{name}' than ranks {', '.join(map(str, alike))}"
+        f"{among}. A bit has flipped, or code has changed it on some ranks alone: go on from the last snapshot or "
+        "checkpoint, and test that machine if it happens again"
     )

@@ -102,6 +102,26 @@ def fetch(names: Collection[str], folder: Path, nodes: Nodes, group: Group) -> l
     return ordered
 
 
+def copy_to_buddies(
+    whole: dict[str, int], folder: Path, nodes: Nodes, group: Group, before_part: Callable[[float], None]
+) -> None:
+    """Copy files that one node alone has to another one. A collective.
+
+    Args:
+        whole: bytes of the files that this rank has in ``folder``, by name.
+        before_part: as that of ``transfer``.
+    """
+    found = all_gather_objects(whole, group)
+    copies: list[Transfer] = []
+    for name in sorted({name for each in found for name in each}):
+        sources = [rank for rank, each in enumerate(found) if name in each]
+        source = sources[len(copies) % len(sources)]  # ranks of a node share the work
+        buddy = nodes.buddy_of(source)
+        if buddy is not None and {nodes.of[each] for each in sources} == {nodes.of[source]}:
+            copies.append(Transfer(name, found[source][name], source, buddy))
+    transfer(copies, folder, group, before_part)
+
+
 def transfer(
     transfers: Sequence[Transfer], folder: Path, group: Group, before_part: Callable[[float], None] = lambda _: None
 ) -> None:

@@ -28,17 +28,18 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from yafsdp_cc.checkpoint import compression, files
 from yafsdp_cc.checkpoint.files import METADATA
-from yafsdp_cc.checkpoint.load import load_from
+from yafsdp_cc.checkpoint.load import load, load_from
 from yafsdp_cc.checkpoint.ranks import by_torch, check_is_one_model, meet, place_in, together
 from yafsdp_cc.checkpoint.reader import CheckpointReader
 from yafsdp_cc.checkpoint.save import collect, save
@@ -48,7 +49,7 @@ from yafsdp_cc.fsdp2.module import ShardedModule, require_state
 from yafsdp_cc.ranks.checks import all_gather_objects
 from yafsdp_cc.replicas.sync import local_of, refuse_sync
 from yafsdp_cc.rescue.memory import MEMORY, folder_of_run
-from yafsdp_cc.rescue.nodes import LostError, Nodes, Transfer, fetch, files_in, transfer
+from yafsdp_cc.rescue.nodes import LostError, Nodes, Transfer, copy_to_buddies, fetch, files_in
 
 if TYPE_CHECKING:
     from yafsdp_cc.checkpoint.ranks import Ranks
@@ -126,7 +127,8 @@ class Rescue:
                 raise TypeError(f"{name} is a {type(each).__name__}, which has no state_dict() and load_state_dict()")
         self._states[RANDOM] = _random_states, _set_random_states  # the last one: other objects may draw numbers
         self._model, self._optimizers = unwrapped(model), as_sequence(optimizer)
-        self._every, self._path, self._save_every = every, path, save_every
+        self._every, self._save_every = every, save_every
+        self._path = None if path is None else Path(path).absolute()
         self._folder = Path(os.environ.get(MEMORY) or folder_of_run("run", os.environ.get("TORCHELASTIC_RUN_ID", "0")))
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -142,10 +144,8 @@ class Rescue:
         self._took = every // 2
         """Steps that the last snapshot took, the same on every rank, by which the next one begins earlier: half of
         ``every`` at first, and at most, as one that begins before the last one is due would wait for it."""
-        self._form: TreeSpec | None = None
-        """Structure of the state in the last snapshot."""
-        self._copies: list[Any] = []
-        """Copies on the host of the values in that state, whose memory the next snapshot uses again."""
+        self._kept: dict[str, Any] | None = None
+        """Copy on the host of the state in the last snapshot, whose memory the next one uses again."""
         self._thread = ThreadPoolExecutor(1, "yafsdp_cc.rescue")
         self._job: Future[None] | None = None
         """Snapshot under way; None as soon as training waits for it."""
@@ -165,12 +165,8 @@ class Rescue:
             ValueError: what there is fits another model, or all of it is damaged.
             RuntimeError: not all ranks have called this.
         """
-        settings: dict[str, object] = {
-            "every": self._every,
-            "path": None if self._path is None else str(Path(self._path).absolute()),
-            "save_every": self._save_every,
-            "names of states": sorted(self._states.keys() - {RANDOM}),
-        }
+        settings: dict[str, object] = {"every": self._every, "path": self._path, "save_every": self._save_every}
+        settings["names of states"] = sorted(self._states)
         self._ranks = ranks = meet("Rescue.restore()", self._model, settings, beside=True)
         check_is_one_model("Rescue.restore()", self._model)
         refuse_sync("Rescue", self._model)
@@ -178,48 +174,51 @@ class Rescue:
         finished = [int(each.read_text() or 0) for each in self._folder.glob("steps-*")]
         here = (self._whole_snapshots(), max(finished, default=0), secrets.token_hex(4))
         snapshots, last, lives = zip(*all_gather_objects(here, ranks.back), strict=True)
-        self._life, lost, names = lives[0], max(last), {name for each in snapshots for name in each}
-        steps, source, snapshot = self._load(sorted(names, key=lambda name: (_step_of(name), name), reverse=True))
+        self._life, lost = lives[0], max(last)
+        steps, source, snapshot = self._load({name for each in snapshots for name in each})
         self._steps = self._started = self._whole = steps
         self._next = steps + self._every - self._took
         self._tell_progress()
         if self._nodes.is_first:
             self._remove_all_but(snapshot)
         all_gather_objects(None, ranks.back)
-        if snapshot and len(self._nodes.members) > 1:
-            self._job = self._thread.submit(self._copy_again, snapshot)
+        if snapshot and len(self._nodes.members) > 1:  # so that another node may be lost before the next snapshot
+            folder = self._folder / snapshot
+            given = files_in(folder), folder, self._nodes, ranks.back, self._let_training_go_first
+            self._job = self._thread.submit(copy_to_buddies, *given)
         if self._nodes.rank == 0 and (source or lost):
             again = f"; steps {steps + 1} to {lost} are made again" if lost > steps else ""
             print(f"yafsdp-cc: going on {source or 'from the beginning'}{again}", file=sys.stderr, flush=True)
         return steps
 
-    def _load(self, snapshots: list[str]) -> tuple[int, str, str]:
-        """Load the first of ``snapshots`` whose files are all in some node's memory, unless the checkpoint is newer.
+    def _load(self, snapshots: Collection[str]) -> tuple[int, str, str]:
+        """Load the newest of some snapshots and the checkpoint at ``path`` that is whole.
 
         Returns:
             The number of finished steps; where the state is from, in words ("" for nowhere); the name of the snapshot
             ("" if none was loaded).
         """
-        saved = _step_at(self._path, self._ranks)
+        path, found = self._path, [(_step_of(name), name) for name in snapshots]
+        if path is not None and (saved := _step_at(path, self._ranks)) >= 0:
+            found.append((saved, ""))
         damage: Exception | None = None
-        for name in snapshots:
-            step = _step_of(name)
-            if step < saved:
-                break
+        for step, name in sorted(found, reverse=True):  # a snapshot comes before a checkpoint of the same step
             try:
-                extra, parts = self._load_snapshot(self._folder / name)
+                if name or path is None:
+                    extra, source = self._load_snapshot(self._folder / name)
+                else:
+                    extra, source = load(path, self._model, self._optimizers), str(path)
             except (ValueError, pickle.UnpicklingError) as error:
                 if self._nodes.rank == 0:
-                    print(f"yafsdp-cc: a snapshot cannot be used: {error}", file=sys.stderr, flush=True)
+                    what = "a snapshot" if name else "the checkpoint"
+                    print(f"yafsdp-cc: {what} cannot be used: {error}", file=sys.stderr, flush=True)
                 if damage is None and not isinstance(error.__cause__ or error, LostError):
                     damage = error
             else:
-                self._take(extra)
-                return step, f"behind step {step}, from memory{parts}", name
-        if saved >= 0 and self._path is not None:
-            target = files.complete(files.place(self._path))
-            self._take(load_from(lambda: CheckpointReader(target), self._model, self._optimizers, self._ranks))
-            return saved, f"behind step {saved}, from {self._path}", ""
+                for key, (_, restore) in self._states.items():
+                    if key in extra:
+                        restore(extra[key])
+                return step, f"behind step {step}, from {source}", name
         if damage is not None:
             raise damage
         return 0, "", ""
@@ -245,13 +244,7 @@ class Rescue:
         bring([files.extra_name(rank, len(sums)) for rank in range(len(sums))])
         extra = load_from(lambda: reader, self._model, self._optimizers, ranks)
         came = {each.name for each in moved if each.name.endswith(".distcp")}
-        return extra, f" ({len(came)} of {len(reader.names)} parts from another node)" if came else ""
-
-    def _take(self, extra: dict[str, Any]) -> None:
-        """Restore the objects whose states are in a loaded ``extra``."""
-        for name, (_, restore) in self._states.items():
-            if name in extra:
-                restore(extra[name])
+        return extra, f"memory ({len(came)} of {len(reader.names)} parts from another node)" if came else "memory"
 
     def step(self) -> None:
         """Count a finished step; begin a snapshot if it is time for one, a collective, and wait for one that is late.
@@ -311,16 +304,16 @@ class Rescue:
         compressed = compression.sharded_state(self._model, means=False)
         state, content = collect(self._model, self._optimizers, self._extra(), compressed, self._ranks.front)
         values, form = tree_flatten(state)
-        if form != self._form:
-            self._form, self._copies = form, [None] * len(values)
-        self._copies = list(map(_copy_over, self._copies, values))
-        state = tree_unflatten(self._copies, form)
+        kept, kept_form = tree_flatten(self._kept)
+        if kept_form != form:
+            kept = [None] * len(values)
+        self._kept = tree_unflatten(list(map(_copy_over, kept, values)), form)
         copied = None
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
+        if torch.cuda.is_initialized():
             copied = torch.cuda.Event()
             copied.record()
         self._started = self._steps
-        self._job = self._thread.submit(self._write, self._steps, state, content, copied)
+        self._job = self._thread.submit(self._write, self._steps, self._kept, content, copied)
 
     def _write(self, step: int, state: dict[str, Any], content: bytes, copied: torch.cuda.Event | None) -> None:
         """Write a snapshot; runs in the background thread."""
@@ -343,35 +336,14 @@ class Rescue:
         planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
         with by_torch(f"the snapshot behind step {step}", group) as which:
             state_dict_saver.save(state, storage_writer=writer, planner=planner, **which)
-        sizes = [(name, (folder / name).stat().st_size) for name in own if (folder / name).exists()]
-        found = all_gather_objects((sizes, writer.table), group)
-        copies = [
-            Transfer(name, size, source, buddy)
-            for source, (names, _) in enumerate(found)
-            if (buddy := self._nodes.buddy_of(source)) is not None
-            for name, size in names
-        ]
-        transfer(copies, folder, group, self._let_training_go_first)
-        finished = all_gather_objects(self._steps, group)  # a barrier, too: now every file is on two nodes
-        self._took = min(max(finished) - step + 1, self._every // 2)  # with the step that training is in
+        written = {name: size for name, size in files_in(folder).items() if name in own}
+        copy_to_buddies(written, folder, self._nodes, group, self._let_training_go_first)
+        found = all_gather_objects((self._steps, writer.table), group)  # a barrier, too: every file is on two nodes
+        self._took = min(max(steps for steps, _ in found) - step + 1, self._every // 2)  # with the step under way
         with together(group):  # behind this every node has the table, and no rank has gone on before
             if self._nodes.is_first:
                 files.write(folder / f"{METADATA}.part", found[0][1])
                 os.replace(folder / f"{METADATA}.part", folder / METADATA)
-
-    def _copy_again(self, snapshot: str) -> None:
-        """Copy files of a snapshot that one node alone has to its buddy, so that another node may be lost before the
-        next snapshot; runs in the background thread."""
-        folder, nodes, group = self._folder / snapshot, self._nodes, self._ranks.back
-        found = all_gather_objects(files_in(folder), group)
-        copies: list[Transfer] = []
-        for name in sorted({name for each in found for name in each}):
-            sources = [rank for rank, each in enumerate(found) if name in each]
-            source = sources[len(copies) % len(sources)]  # ranks of a node share the work
-            buddy = nodes.buddy_of(source)
-            if buddy is not None and {nodes.of[each] for each in sources} == {nodes.of[source]}:
-                copies.append(Transfer(name, found[source][name], source, buddy))
-        transfer(copies, folder, group, self._let_training_go_first)
 
     def _whole_snapshots(self) -> list[str]:
         return [each.parent.name for each in self._folder.glob(f"step-*/{METADATA}")]
@@ -425,10 +397,8 @@ def _step_of(name: str) -> int:
     return int(name.removeprefix("step-").partition(".")[0])
 
 
-def _step_at(path: str | os.PathLike[str] | None, ranks: Ranks) -> int:
+def _step_at(path: Path, ranks: Ranks) -> int:
     """Return the number of steps of the checkpoint at ``path``; -1 where there is none. A collective."""
-    if path is None:
-        return -1
     step: Any = -1
     with together(ranks.front):
         folder = files.complete(files.place(path))
@@ -463,11 +433,11 @@ def _copy_over(before: Any, value: Any) -> Any:
 
 def _random_states() -> dict[str, Any]:
     states: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():
         states["cuda"] = torch.cuda.get_rng_state()
-    if "numpy" in sys.modules:
-        kind, keys, *rest = sys.modules["numpy"].random.get_state()
-        states["numpy"] = (str(kind), torch.from_numpy(keys.astype("int64")), *map(float, rest))
+    legacy: Any = np.random.get_state()
+    kind, keys, *rest = legacy
+    states["numpy"] = (str(kind), torch.from_numpy(keys.astype("int64")), *map(float, rest))
     return states
 
 
@@ -476,8 +446,6 @@ def _set_random_states(states: dict[str, Any]) -> None:
     torch.set_rng_state(states["torch"])
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])
-    if "numpy" in states:
-        import numpy as np
-
+    if "numpy" in states:  # else a version before this one has saved it
         kind, keys, place, has_gauss, cached = states["numpy"]
         np.random.set_state((kind, keys.numpy().astype("uint32"), int(place), int(has_gauss), cached))

@@ -202,8 +202,8 @@ def _join_collectives(specs: Sequence[ParamGroupSpec]) -> Collectives:
 def _make_context(
     model: nn.Module, specs: Sequence[ParamGroupSpec], retired: Sequence[FSDPState]
 ) -> tuple[GroupContext, Tensor, ContextsByMesh]:
-    """Make communicators and streams; return the context that all groups share, the leaf below the root gates, and the
-    contexts of each mesh."""
+    """Make communicators and streams; return the context that all groups share, the leaf tensor that root gates take as
+    input, and the contexts of each mesh."""
     info, streams = specs[-1].info, specs[-1].settings.streams
     device, separate = info.device, any(spec.settings.separate_reduce_group for spec in specs)
     ranks = info.mesh.mesh.flatten().tolist()
@@ -228,7 +228,7 @@ def _make_context(
         fingerprint = CollectiveFingerprint(rank, ranks, info.shard_group, device)
         if replicas is None:
             fingerprints[info.shard_group] = fingerprint
-    # A backward reaches this leaf below the root gates if and only if it wants the parameters' gradients.
+    # A backward reaches this leaf, the input of the root gates, if and only if it wants the parameters' gradients.
     leaf = torch.empty(0, device=device, requires_grad=True)
     contexts = {
         mesh: (

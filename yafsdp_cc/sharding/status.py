@@ -40,7 +40,12 @@ def _grads(group: ParamGroup) -> str:
         return "taken in by the next reduce"
     reduced = {flat for flat, _ in group.context.reduced}
     is_issued = group.context.last_reduce is not None and not reduced.isdisjoint(group.flats)
-    return "being reduced" if is_issued else ""
+    if is_issued:
+        return "being reduced"
+    replicas = group.context.replicas
+    outputs = () if replicas is None else replicas.outputs
+    is_partial = any(each.used is not None and each.flat in group.flats for each in outputs)
+    return "summed over the shard, kept for a sum over replicas" if is_partial else ""
 
 
 def describe(context: GroupContext, waited: CommHandle | None = None) -> str:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from yafsdp_cc.engine.param_group import GroupContext
 
 SECONDS = "YAFSDP_CC_WATCH"
-"""Environment variable: seconds that a rank waits before the ranks are told of (60); 0: never."""
+"""Environment variable: seconds that a rank waits for others before all ranks' states are printed (60); 0: never."""
 _OURS, _TORCH = (str(Path(file).parent) for file in (sys.modules["yafsdp_cc"].__file__ or "", torch.__file__))
 _ENGINE = os.path.join(_OURS, "engine")
 _NOT_THE_USERS = (_OURS, _TORCH, sysconfig.get_path("stdlib"), "<frozen")
@@ -43,7 +43,7 @@ _watches: list[_Watch] = []
 
 
 def watch(context: GroupContext) -> None:
-    """Watch over an engine as long as it lives."""
+    """Let this process's watch thread look for hangs of the engine of ``context`` as long as the engine lives."""
     try:
         seconds = float(os.environ.get(SECONDS) or 60)
     except ValueError:
@@ -79,7 +79,7 @@ class _Watch(threading.Thread):
         super().__init__(name="yafsdp_cc.watch", daemon=True)
         self.of = store
         self.engines: weakref.WeakSet[GroupContext] = weakref.WeakSet()
-        self._store: Store = store.clone()  # type: ignore[attr-defined]  # a wait of the other one would hold this up
+        self._store: Store = store.clone()  # type: ignore[attr-defined]  # waits on ``store`` would block this one
         self._rank, self._seconds = rank, seconds
 
     def run(self) -> None:
@@ -136,7 +136,7 @@ class _Watch(threading.Thread):
         lines = (f"{Path(each.f_code.co_filename).name}:{each.f_lineno} {each.f_code.co_name}" for each in frames)
         told = f"at {' < '.join(lines) or 'no line of a script'}"
         for each in engines:
-            with suppress(Exception):  # of containers that the main thread, which goes on, changes meanwhile
+            with suppress(Exception):  # the main thread goes on, and may change a container meanwhile
                 told += "\n  ".join([f"; {each.fingerprint.told()}", *describe(each).splitlines()[1:]])
         return told
 
@@ -159,7 +159,7 @@ class _Watch(threading.Thread):
         elif len({each[:2] for each in seen.values()}) > 1:
             why = "the ranks wait in different operations"
         elif seen[waiting[0]].place.startswith("engine"):
-            why = "all ranks wait in the same operation, so the network is slow or broken"
+            why = "all ranks wait in the same operation: the network is slow or broken, or one of them hangs in it"
         else:
             return False  # all ranks write a large checkpoint, for instance
         timeout = timeout_of(engines[0].info.shard_group)

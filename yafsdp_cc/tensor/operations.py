@@ -57,7 +57,8 @@ def _of_own_shape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> F
     if size is not None and tuple(size) != tuple(spec.global_shape):
         if spec.tensor_parallel is not None or func._schema.name not in ("aten::view", "aten::_unsafe_view"):
             raise refusal(func, spec, f" of shape {list(size)}")
-        spec = replace(spec, shape=torch.Size(infer_size(size, spec.numel)))  # the bounds remain
+        # ``spec.bounds`` remain: they count row-major elements, whose order a view keeps
+        spec = replace(spec, shape=torch.Size(infer_size(size, spec.numel)))
         return wrap(local.view(spec.local_shape), spec)
     if func._schema.name.startswith("aten::new_"):
         if func is aten.new_empty_strided.default:

@@ -277,7 +277,7 @@ def plan_over(build: Callable[[], nn.Module], mesh: tuple[int, ...], device: str
 # Activations and operations -------------------------------------------------------------------------------------------
 
 
-def probe(subject: Subject, policy: MixedPrecisionPolicy, units: Any = "auto") -> Probe:
+def probe(subject: Subject, policy: MixedPrecisionPolicy) -> Probe:
     """Measure a forward and backward of the model in one process, on tensors without memory.
 
     Of each run of equal blocks in one container, the first and the last are measured; blocks between count as the
@@ -288,7 +288,7 @@ def probe(subject: Subject, policy: MixedPrecisionPolicy, units: Any = "auto") -
         raise ValueError("the factory returned no function of the model that gives the loss of a batch")
     with torch.device("meta"):
         model = subject.build()
-    found = find_units(model, units).units
+    found = find_units(model, "auto").units
     blocks = [unit.modules[0] for unit in found if unit.role == "block"]
     names = {module: name for name, module in model.named_modules()}
     left_out = _truncate(model, blocks)

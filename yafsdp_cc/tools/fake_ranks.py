@@ -64,14 +64,14 @@ _READS: Mapping[str, Callable[[Tensor], Any]] = {
     "__float__": lambda tensor: 0.0,
     "__int__": lambda tensor: 0,
 }
-"""Values that the host reads from tensors without values, by the method that it calls."""
+"""Results that the host reads from a tensor without memory, by the name of the tensor's method; numbers are 0."""
 
 
 class FakeDevice(TorchFunctionMode):
     """Makes CPU tensors where CUDA ones are asked for, and lets the host read zeros."""
 
     def read(self, method: str, tensor: Tensor) -> Any:
-        """Return the result of ``method``, such as "item", on ``tensor``, which has no values: numbers are 0."""
+        """Return the result of ``method``, such as "item", on ``tensor``, which has no memory: numbers are 0."""
         return _READS[method](tensor)
 
     def place(self, device: Any) -> Any:

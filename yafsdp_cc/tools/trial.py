@@ -12,11 +12,11 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from statistics import mean
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,9 @@ from yafsdp_cc.sharding.hooks import current_state
 from yafsdp_cc.tools.cli.capture import Recording, synchronize
 from yafsdp_cc.tools.metrics import peak_memory
 from yafsdp_cc.tools.netlab.links import UNSHAPED, Links
+
+if TYPE_CHECKING:
+    from yafsdp_cc.engine.state import FSDPState
 
 LOSS_SHARE = 0.6
 """Share of a run's time after which the steps for the loss end, made or not."""
@@ -96,9 +99,11 @@ class Trial:
         self._roots: list[Tensor] = []
         self._losses: list[list[Tensor]] = []
         self._recording: Recording | None = None
-        self._timed: list[float] = []
+        self._timed: list[tuple[float, int]] = []
+        """Seconds of each timed step, and bytes that this rank has sent in it."""
         self._last = 0.0
         self._sent = 0
+        """``_sent_bytes`` at the end of the last step that was recorded or timed."""
         self._peak = 0
         if self._is_first and asked.bandwidth:
             Links.here().set_bandwidth(UNSHAPED)
@@ -198,14 +203,13 @@ class Trial:
             return
         if not self._last:
             self._recording.after_step(optimizer)
-            self._sent = self._sent_bytes()
         synchronize()
-        now = time.perf_counter()
+        now, sent = time.perf_counter(), self._sent_bytes()
         if self._last:
-            self._timed.append(now - self._last)
-        self._last = now
+            self._timed.append((now - self._last, sent - self._sent))
+        self._last, self._sent = now, sent
         if self._timed and self._last_step() == sys.maxsize:
-            late = time.time() + self._timed[-1] > self._ends
+            late = time.time() + self._timed[-1][0] > self._ends
             if late or len(self._timed) >= self._asked.timed - 1:
                 (self._folder / "last.part").write_text(str(len(self._losses) + 1))
                 (self._folder / "last.part").replace(self._folder / "last")
@@ -232,12 +236,14 @@ class Trial:
         """Write this rank's figures into the folder."""
         own: dict[str, Any] = {"time": time.time(), "error": error, "ended": ended}
         if error is None:
-            plans = [api.plan_of(each) for each in self._engines()]
+            plans = [api.plan_of(each.model) for each in self._engines()]
             device = next((each.device for module in self._modules for each in module.parameters()), None)
+            # 1-bit optimizers sum exactly in a few steps after the warm-up, which are rare in a long run
+            sent = min((each for _, each in self._timed), default=0)
             own |= {
                 "losses": [mean(each.item() for each in roots) for roots in self._losses if roots],
-                "timed": self._timed,
-                "sent": (self._sent_bytes() - self._sent) // max(1, len(self._timed)),
+                "timed": [seconds for seconds, each in self._timed if each <= 1.1 * sent],
+                "sent": sent,
                 "peak": self._peak or peak_memory(),
                 "planned": sum(plan.owned_bytes for plan in plans),
                 "dtypes": sorted({each.forward for plan in plans for each in plan.dtypes}),
@@ -250,13 +256,12 @@ class Trial:
         path.with_suffix(".part").write_text(json.dumps(own))
         path.with_suffix(".part").replace(path)
 
-    def _engines(self) -> list[nn.Module]:
-        """Return the outermost modules that ``yafsdp_cc`` has sharded."""
-        states = [state for module in self._modules if (state := state_of(module)) is not None]
-        return list({id(state.model): state.model for state in states}.values())
+    def _engines(self) -> Iterable[FSDPState]:
+        """Return the engines of all modules that ``yafsdp_cc`` has sharded."""
+        return dict.fromkeys(state for module in self._modules if (state := state_of(module)) is not None)
 
     def _sent_bytes(self) -> int:
-        counters = [api.counters_of(each) for each in self._engines()]
+        counters = [each.context.counters for each in self._engines()]
         return sum(each.gathered_bytes + each.reduced_bytes for each in counters)
 
 

@@ -80,5 +80,5 @@ class Recording:
 
 def synchronize() -> None:
     """Wait for the work of the GPU, if this process has begun to use one."""
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():
         torch.cuda.synchronize()

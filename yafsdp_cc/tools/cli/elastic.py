@@ -66,9 +66,7 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser, folder: Pa
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     if "TORCH_NCCL_DEBUG_INFO_TEMP_FILE" not in os.environ:  # older name of TORCH_FR_DUMP_TEMP_FILE
         os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", f"{folder.absolute()}/flight-recorder-rank-")
-    by_torch = options.run_path or options.logs_specs or (options.redirects, options.tee) != ("0", "0")
-    if options.run_path and (options.redirects, options.tee) == ("0", "0"):
-        options.tee = "3"  # torch's own log files, and the console: ranks of --run-path open their files themselves
+    by_torch = options.logs_specs or (options.redirects, options.tee) != ("0", "0")
     with tempfile.TemporaryDirectory(prefix="yafsdp-cc-") as errors:
         options.log_dir = str(folder) if by_torch else errors
         config, launch = _torch_config(options, parser)

@@ -46,7 +46,7 @@ FROM_FLAGS = {
     "zero_stage": ("shard.zero_stage",),
     "replicas": ("shard.replicate",),
 }
-"""Settings of a run file that a flag stands for."""
+"""Settings of a run file by the flag of ``yafsdp-cc estimate`` that stands for them."""
 
 
 class Row(NamedTuple):
@@ -61,7 +61,7 @@ class Row(NamedTuple):
     """Bytes to leave free, by name."""
     assumed: dict[str, str]
     answers: dict[str, str | float]
-    """Answers by question."""
+    """Further figures of the job by their names in the table, such as "MFU, %"."""
     seconds: StepTime | None = None
 
     @property
@@ -261,7 +261,7 @@ def _row(
 
 
 def _timed(row: Row, found: Probe, asked: argparse.Namespace, replan: Callable[..., Plan]) -> Row:
-    """Return the row with the times of a step, and answers that follow from them."""
+    """Return the row with the times of a step, and the ``answers`` that follow from these times."""
     from yafsdp_cc.compression import Compression
 
     moved = 2 * (row.plan.parameter_shard_bytes + row.optimizer) + row.plan.gradient_shard_bytes

@@ -21,6 +21,7 @@ from multiprocessing import forkserver, reduction
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn, cast
 
+import numpy as np
 import torch
 from torch.distributed.elastic.multiprocessing import api
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
@@ -104,8 +105,7 @@ def _be_rank(environment: dict[str, str], arguments: list[str], outputs: list[in
         with suppress(KeyError, ValueError):
             torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))  # OpenMP read the variable when it was loaded
         random.seed()
-        if "numpy" in sys.modules:
-            sys.modules["numpy"].random.seed()
+        np.random.seed()
         os.environ.clear()
         os.environ.update(environment)
         sys.argv = [runner.__file__, *arguments]

@@ -44,14 +44,9 @@ def main(argv: list[str]) -> int:
 
     parents = [ours, torchrun.get_args_parser()]
     parser = argparse.ArgumentParser(ours.prog, USAGE, ABOUT, parents=parents, conflict_handler="resolve")
-    defaults = vars(parser.parse_args(["script"]))  # torchrun's options from PET_... variables
     if "PET_MASTER_PORT" not in os.environ:
-        defaults["master_port"] = None  # torch before 2.13 has 29500, as if that had been asked for
-    left_out = object()
-    parser.set_defaults(**dict.fromkeys(defaults.keys() - {"set"}, left_out))
-    given = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not left_out}
-    settings = _settings(parser, given)
-    options = argparse.Namespace(**_by_precedence(defaults, given, settings, _from_slurm(parser)))
+        parser.set_defaults(master_port=None)  # torch before 2.13 has 29500, as if that had been asked for
+    options = _by_precedence(parser, argv, _settings(parser, parser.parse_args(argv)), _from_slurm(parser))
     forks.install(is_forking=options.start_method != "spawn")
     ranks = _check(parser, options, torchrun.determine_local_world_size)
     # divide the cores among the ranks; torchrun gives each rank one thread, and warns
@@ -67,7 +62,8 @@ def main(argv: list[str]) -> int:
     except OSError as error:
         parser.error(f"no folder for logs can be made, {error}: name another, --log-dir=DIR")
     title = " ".join([options.training_script, *options.training_script_args])
-    if not (options.no_python or options.run_path):
+    options.run_path = False  # the runner runs every script in that way
+    if not options.no_python:
         form = ["-m"] if options.module else []
         options.training_script_args = [*form, options.training_script, *options.training_script_args]
         options.training_script, options.module = "yafsdp_cc.tools.cli.runner", True
@@ -76,7 +72,7 @@ def main(argv: list[str]) -> int:
     from yafsdp_cc.tools.netlab import Lab, Unavailable
     from yafsdp_cc.tools.netlab.links import VARIABLE
 
-    if options.no_python or options.run_path or options.nnodes not in ("1", "1:1"):
+    if options.no_python or options.nnodes not in ("1", "1:1"):
         parser.error("--bandwidth is for a Python script on this machine alone")
     try:
         with Lab(ranks, options.bandwidth) as lab:
@@ -88,12 +84,12 @@ def main(argv: list[str]) -> int:
         parser.exit(1, f"{parser.prog}: {reason}\n")
 
 
-def _settings(parser: argparse.ArgumentParser, given: Mapping[str, Any]) -> Settings:
+def _settings(parser: argparse.ArgumentParser, given: argparse.Namespace) -> Settings:
     """Read the settings of run file, environment and command line; pass those of the engine on to the ranks."""
     from yafsdp_cc.compression.config import compression_of_run
 
     try:
-        settings = read(given.get("config"), given["set"])
+        settings = read(given.config, given.set)
         # also if there are none: ranks must not inherit those of an outer launcher
         os.environ[RUN] = to_environment(settings)
         compression_of_run()
@@ -103,21 +99,22 @@ def _settings(parser: argparse.ArgumentParser, given: Mapping[str, Any]) -> Sett
 
 
 def _by_precedence(
-    defaults: Mapping[str, Any], given: Mapping[str, Any], settings: Settings, slurm: Mapping[str, Any]
-) -> dict[str, Any]:
+    parser: argparse.ArgumentParser, argv: list[str], settings: Settings, slurm: Mapping[str, Any]
+) -> argparse.Namespace:
     """Return torchrun's options, from the command line, else the environment, else the run file, else the defaults."""
-    of: dict[str, dict[str, Any]] = {"--set": {}, SET: {}, "file": {}}
-    for name, one in settings.items():
-        section, _, option = name.partition(".")
-        if section == "launch":
-            value = str(one.value) if isinstance(defaults[option], str) else one.value  # torchrun's values are text
-            of[one.source if one.source in of else "file"][option] = value
-    environment = {name: value for name, value in defaults.items() if f"PET_{name.upper()}" in os.environ}
-    above = {**of[SET], **environment, **of["--set"], **given}
-    chosen = {**defaults, **of["file"], **above}
-    if chosen["standalone"] or chosen["rdzv_endpoint"] or chosen["rdzv_backend"] != "static":
-        return chosen  # these options already say how nodes meet
-    return {**chosen, **slurm, **above}
+    launch = {name.partition(".")[2]: one for name, one in settings.items() if name.startswith("launch.")}
+    for option, one in launch.items():
+        if one.source == "--set" or f"PET_{option.upper()}" not in os.environ:
+            is_text = isinstance(parser.get_default(option), str)
+            parser.set_defaults(**{option: str(one.value) if is_text else one.value})
+    options = parser.parse_args(argv)
+    if options.standalone or options.rdzv_endpoint or options.rdzv_backend != "static":
+        return options  # these options already say how nodes meet
+    for option, value in slurm.items():
+        is_asked = option in launch and launch[option].source in (SET, "--set")
+        if not is_asked and f"PET_{option.upper()}" not in os.environ:
+            parser.set_defaults(**{option: value})
+    return parser.parse_args(argv)
 
 
 def _from_slurm(parser: argparse.ArgumentParser) -> dict[str, Any]:

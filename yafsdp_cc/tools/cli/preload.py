@@ -14,8 +14,9 @@ import yafsdp_cc.api
 import yafsdp_cc.checkpoint.load
 import yafsdp_cc.checkpoint.save
 import yafsdp_cc.rescue.rescue
+import yafsdp_cc.tools.cli.runner
 import yafsdp_cc.tools.metrics  # noqa: F401
-from yafsdp_cc.tools.cli.runner import end_with_parent
+from yafsdp_cc.tools.netlab import namespaces
 
 os.setsid()  # leave the terminal's process group: its Ctrl-C is for the launcher and the ranks
-end_with_parent()
+namespaces.die_with(os.getppid())

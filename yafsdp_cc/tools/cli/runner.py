@@ -7,7 +7,6 @@ error file, for the launcher to print. Ctrl-C exits silently with status 130. An
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import json
 import os
@@ -22,16 +21,18 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from yafsdp_cc.tools.netlab import namespaces
+from yafsdp_cc.tools.netlab.links import VARIABLE, Links
+
 INTERRUPTED = 130
 OUR_FRAMES = {__file__, runpy.__file__, "<frozen runpy>"}
-PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
     """Run the program named on the command line as ``__main__``."""
     if "YAFSDP_CC_JOIN" in os.environ:
         _join_lab()
-    end_with_parent()
+    namespaces.die_with(os.getppid())
     signal.signal(signal.SIGINT, _interrupt_once)
     if "YAFSDP_CC_LOG" in os.environ:
         log = open(os.environ["YAFSDP_CC_LOG"], "a")  # noqa: SIM115 (as long as this process is there)
@@ -43,16 +44,8 @@ def main() -> None:
         _leave_quietly()
 
 
-def end_with_parent() -> None:
-    """Have the kernel kill this process when the one that has started it ends."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 def _join_lab() -> None:
     """Move to this rank's machine of the lab that the launcher has made, before torch starts threads."""
-    from yafsdp_cc.tools.netlab import namespaces
-    from yafsdp_cc.tools.netlab.links import VARIABLE, Links
-
     os.environ[VARIABLE] = os.environ.pop("YAFSDP_CC_JOIN")
     links, rank = Links.here(), int(os.environ["RANK"])
     namespaces.enter(links.of_rank(rank), links.user)

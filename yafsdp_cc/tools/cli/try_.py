@@ -80,8 +80,8 @@ class Row:
 
     @property
     def spread(self) -> tuple[float, float]:
-        """The median seconds of the fastest and of the slowest turn; with one turn, the median of its steps less and
-        more twice their median deviation: the few exact steps of a 1-bit optimizer are far from that."""
+        """The median seconds of the fastest and of the slowest turn; with one turn, the median of its steps minus and
+        plus twice their median deviation: the few exact steps of a 1-bit optimizer are far from that."""
         if len(self.turns) > 1:
             middles = [median(turn) for turn in self.turns]
             return min(middles), max(middles)
@@ -274,7 +274,7 @@ def sent_in(trace: Path, ranks: int) -> int:
     return sent
 
 
-# What it tells --------------------------------------------------------------------------------------------------------
+# The comparison and the recommendation --------------------------------------------------------------------------------
 
 
 class Comparison:
@@ -306,9 +306,9 @@ class Comparison:
         return _percent(self.loss(row) - base, base)
 
     def best(self) -> tuple[Row | None, list[Row]]:
-        """Return the row to recommend, and all that are not slower than the fastest by more than its turns differ.
+        """Return the row to recommend, and all rows whose ``spread`` of seconds overlaps that of the fastest row.
 
-        The fastest is looked for among rows whose loss is near that of exact, the one to recommend is the simplest.
+        Rows whose loss is not near that of the row ``exact`` are left out; the simplest row returned is recommended.
         """
         near = [row for row in self.rows if self.above(row) <= self.margin]
         if not near:

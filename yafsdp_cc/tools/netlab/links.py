@@ -1,4 +1,4 @@
-"""The links of a running lab, for its ranks and for other processes: their rates, and the bytes that they carried."""
+"""The links of a running ``Lab``, a slow network on one machine: their rates, and the bytes that they carried."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ UNSHAPED = "unshaped"
 VARIABLE = "YAFSDP_CC_NETLAB"
 DEVICE = "eth0"
 MASTER_PORT = "29500"
-"""Port where the ranks of a lab meet: no other program uses the lab's network."""
+"""Port where the ranks of a ``Lab`` meet: no other program uses the lab's network."""
 BITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9, "tbit": 10**12}
 FRAME = 66_000
 """Bytes of the largest frame, its headers in each packet counted."""
@@ -24,11 +24,11 @@ QUEUE = "50ms"
 
 
 class LabError(RuntimeError):
-    """A rank failed, hung, or the lab's network broke; the message holds which and why."""
+    """A rank of a ``Lab`` failed or hung, or the lab's network broke; the message holds which and why."""
 
 
 class Unavailable(RuntimeError):
-    """This machine cannot have a lab; the message is one line: what is missing, and what to type."""
+    """This machine cannot have a ``Lab``; the message is one line: what is missing, and what to type."""
 
 
 class Traffic(NamedTuple):
@@ -39,7 +39,7 @@ class Traffic(NamedTuple):
     frames_sent: int
 
     def since(self, earlier: Traffic) -> Traffic:
-        """Return the difference to an earlier count."""
+        """Return the bytes and frames since ``earlier``."""
         return Traffic(*(now - before for now, before in zip(self, earlier, strict=True)))
 
     @property
@@ -49,14 +49,14 @@ class Traffic(NamedTuple):
 
 
 class Links(NamedTuple):
-    """The process that keeps a lab, and for each rank the keeper's descriptor of its machine's network namespace."""
+    """The process that keeps a ``Lab``, and for each rank that process's descriptor of the rank's network namespace."""
 
     keeper: int
     descriptors: tuple[int, ...]
 
     @classmethod
     def here(cls) -> Links:
-        """Return the links of the lab in which this process is a rank."""
+        """Return the links of the ``Lab`` in which this process is a rank."""
         if VARIABLE not in os.environ:
             raise LabError(f"not in a lab: {VARIABLE} is not set; run this program by bench/netlab.py or Lab.launch")
         keeper, *descriptors = map(int, os.environ[VARIABLE].split(","))

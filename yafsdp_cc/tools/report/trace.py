@@ -83,14 +83,13 @@ def read(path: Path) -> Trace:
         return _read(path)
     except OSError as error:
         raise UnreadableError(f"{path}: {error.strerror or error}") from error
-    except (*_CUT_OFF, *_OF_ANOTHER_FORM) as error:
+    except _DAMAGED as error:
         what = f"not a whole trace ({type(error).__name__}: {error}); was the program ended while it was written?"
         raise UnreadableError(f"{path}: {what}") from error
 
 
 _CUT_OFF = (EOFError, UnicodeDecodeError, json.JSONDecodeError, zlib.error, sqlite3.DatabaseError)
-_OF_ANOTHER_FORM = (AttributeError, KeyError, TypeError)
-"""Exceptions that a missing value, or one of another type than torch and nsys write, raises."""
+_DAMAGED = (*_CUT_OFF, AttributeError, KeyError, TypeError)  # the last three: a value is missing, or of another type
 
 
 def _read(path: Path) -> Trace:
