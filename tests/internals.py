@@ -40,9 +40,9 @@ from yafsdp_cc.forms import offload
 from yafsdp_cc.forms.offload import HostTransfer, HostTransfers
 from yafsdp_cc.fsdp2 import module
 from yafsdp_cc.fsdp2.module import ShardedModule, require_state
-from yafsdp_cc.ranks import mesh
+from yafsdp_cc.ranks import groups, mesh
 from yafsdp_cc.sharding import assembly
-from yafsdp_cc.tensor import dtensor, gradients, reductions
+from yafsdp_cc.tensor import dtensor, reductions, rows
 from yafsdp_cc.tensor.dtensor import FlatDTensor
 from yafsdp_cc.tensor.module_parameters import named_sharded_parameters
 from yafsdp_cc.tensor.reductions import LazyReduction
@@ -303,20 +303,20 @@ def modelled_device(device: torch.device, on_mesh: Callable[..., Tensor]) -> lis
         device: is taken for CUDA by the engine, and for a CPU by torch; its communication backend is NCCL.
         on_mesh: brings a tensor to where collectives want it.
     """
-    find, backend_of = error_feedback._ops_for, mesh.backend_of
+    find, backend_of = error_feedback._ops_for, groups.backend_of
 
     def backend(group: dist.ProcessGroup, asked: torch.device) -> str:
         return "nccl" if asked is device else backend_of(group, asked)
 
     return [
         (mesh.MeshInfo, "of", lambda of: mesh.MeshInfo(of, device)),
-        *((owner, "backend_of", backend) for owner in (mesh, module, assembly, communicator, agreement)),
+        *((owner, "backend_of", backend) for owner in (groups, module, assembly, communicator, agreement)),
         (error_feedback, "_ops_for", lambda _, mode: find(torch.device("cpu"), mode)),
         (ddp, "comm_stream", CudaCommStream),
         (torch.futures, "Future", _Future),
         (mesh, "to_mesh_device", on_mesh),
         (dtensor, "to_mesh_device", on_mesh),
-        (gradients, "to_mesh_device", on_mesh),
+        (rows, "to_mesh_device", on_mesh),
     ]
 
 
@@ -540,9 +540,9 @@ def watch_collectives(bring: Callable[..., Tensor], watched: Callable[[Any, int]
         bring: takes a tensor and a mesh.
         watched: takes a collective and the place of its input among the arguments, and returns what to call instead.
     """
-    mesh.to_mesh_device = dtensor.to_mesh_device = gradients.to_mesh_device = bring
+    mesh.to_mesh_device = dtensor.to_mesh_device = rows.to_mesh_device = bring
     dist.all_reduce, dist.broadcast = watched(dist.all_reduce, 0), watched(dist.broadcast, 0)
-    dtensor.all_gather_single = module.all_gather_single = watched(dtensor.all_gather_single, 1)
+    rows.all_gather_single = module.all_gather_single = watched(rows.all_gather_single, 1)
 
 
 @contextmanager

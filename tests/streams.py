@@ -49,7 +49,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.internals import SHARDED_TENSORS, local_tensor, modelled_device
-from yafsdp_cc.tensor.dtensor import UnshardedWeight
+from yafsdp_cc.tensor.shown import UnshardedWeight
 
 Clock = dict["Stream", int]
 

@@ -76,8 +76,9 @@ from yafsdp_cc.sharding.units import (
     find_units,
     is_small,
 )
-from yafsdp_cc.tensor.dtensor import FlatDTensor, sharded_as
+from yafsdp_cc.tensor.dtensor import FlatDTensor
 from yafsdp_cc.tensor.loading import patch_torch
+from yafsdp_cc.tensor.shown import sharded_as
 
 if TYPE_CHECKING:
     from yafsdp_cc.engine.spec import Collectives

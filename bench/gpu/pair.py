@@ -45,7 +45,7 @@ from bench.models import GPT, Spec
 from bench.trainers import shard_by_fsdp2
 from tests.ranks import ranks_of_one_gpu
 from yafsdp_cc.optim import OneBitAdam
-from yafsdp_cc.ranks.mesh import backend_of
+from yafsdp_cc.ranks.groups import backend_of
 from yafsdp_cc.table import table
 
 POLICIES = {

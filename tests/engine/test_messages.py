@@ -11,7 +11,7 @@ from tests.netlab.labs import lab_of
 from tests.ranks import on_ranks, ranks
 from yafsdp_cc.engine.collectives import ExactReduceScatter
 from yafsdp_cc.engine.communicator import CommContext, Communicator, ScratchBuffers
-from yafsdp_cc.ranks import mesh
+from yafsdp_cc.ranks import groups
 from yafsdp_cc.sharding.links import probe_links
 
 CPU = torch.device("cpu")
@@ -20,7 +20,7 @@ CHUNK = 1 << 17
 
 
 def set_slow(group: dist.ProcessGroup, is_slow: bool) -> None:
-    mesh.slow_links[group] = is_slow
+    groups.slow_links[group] = is_slow
 
 
 def exchanged(dtype: torch.dtype) -> list[Tensor]:
@@ -53,8 +53,8 @@ def tried_out() -> bool:
     group, other = dist.group.WORLD, dist.new_group([0, 1])
     assert group is not None
     probe_links(group, other)
-    assert mesh.slow_links[other] == mesh.slow_links[group]
-    return mesh.slow_links[group]
+    assert groups.slow_links[other] == groups.slow_links[group]
+    return groups.slow_links[group]
 
 
 def test_a_slow_link_is_found_slow():
@@ -66,7 +66,7 @@ def alone() -> bool:
     group = dist.group.WORLD
     assert group is not None
     probe_links(group, group)
-    return mesh.slow_links[group]
+    return groups.slow_links[group]
 
 
 def test_one_rank_has_no_slow_link():

@@ -57,14 +57,12 @@ TERMS: dict[str, Term] = {
     "absolute": lambda p, o, h: p[W].abs().sum() + p[W].sum(dim=(0, 1)).sin(),
     "from the start": lambda p, o, h: (p[W] - o[W]).pow(2).sum(),
     "mean": lambda p, o, h: p[W].mean() + p[NORM].pow(2).mean(),
-    "mse": lambda p, o, h: F.mse_loss(p[W], o[W]) + F.mse_loss(p[V], o[V], reduction="sum"),
-    "huber": lambda p, o, h: F.huber_loss(p[W], o[W]) + F.smooth_l1_loss(p[V], o[V], beta=0.1),
-    "l1": lambda p, o, h: F.l1_loss(p[W], o[W]) + F.mse_loss(p[NORM], o[NORM], reduction="none").sum(),
+    "l1": lambda p, o, h: F.l1_loss(p[W], o[W]),
     "norm": lambda p, o, h: p[W].norm() + p[NORM].norm(),
     "extremes": lambda p, o, h: p[W].max() - p[V].min(),
     "all": lambda p, o, h: 0.1 * sum(each.pow(2).sum() for each in p.values()) / 3,
     "by the batch": lambda p, o, h: h.mean() * p[W].sum() + h.pow(2).mean() * (p[V].norm() + p[NORM].pow(3).mean()),
-    "mse by the batch": lambda p, o, h: h.pow(2).mean() * F.mse_loss(p[W], o[W]) * p[NORM].max(),
+    "distance by the batch": lambda p, o, h: h.pow(2).mean() * (p[W] - o[W]).pow(2).mean() * p[NORM].max(),
 }
 
 

@@ -48,7 +48,8 @@ from yafsdp_cc.engine.protocols import Observer
 from yafsdp_cc.engine.replicated import FINAL_REDUCE
 from yafsdp_cc.fsdp2.module import require_state
 from yafsdp_cc.ranks.checks import all_gather_objects
-from yafsdp_cc.ranks.mesh import group_once, new_group, shard_group, timeout_of
+from yafsdp_cc.ranks.groups import group_once, new_group, timeout_of
+from yafsdp_cc.ranks.mesh import shard_group
 from yafsdp_cc.replicas.sync import refuse_sync
 from yafsdp_cc.tensor import reductions
 

@@ -18,7 +18,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from yafsdp_cc.fsdp2.module import ShardedModule, ranks_of_model, require_state
 from yafsdp_cc.ranks.checks import all_gather_objects, check_settings
-from yafsdp_cc.ranks.mesh import group_once, new_group, timeout_of
+from yafsdp_cc.ranks.groups import group_once, new_group, timeout_of
 from yafsdp_cc.replicas.sync import sync_of
 
 Group: TypeAlias = "tuple[dist.ProcessGroup, ...]"

@@ -26,7 +26,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from yafsdp_cc.engine.step_state import StepState, history
 from yafsdp_cc.ranks.checks import named_ranks, table_of_ranks
-from yafsdp_cc.ranks.mesh import backend_of, is_python_group, timeout_of
+from yafsdp_cc.ranks.groups import backend_of, timeout_of
 
 if TYPE_CHECKING:
     import torch
@@ -55,7 +55,7 @@ class Agreement(StepState):
     Args:
         rank: index of this rank among ``ranks``.
         ranks: global ranks of the model.
-        group: process group of some or all of ``ranks``; over fake groups and ones written in Python nobody is asked.
+        group: process group of some or all of ``ranks``; over fake groups nobody is asked.
         device: device of the tensors that the group communicates.
     """
 
@@ -72,7 +72,7 @@ class Agreement(StepState):
 
     def __init__(self, rank: int, ranks: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> None:
         self._rank, self.ranks, self._world, self._store = rank, list(ranks), len(ranks), _get_default_store()
-        self.has_peers = self._world > 1 and not is_python_group(group) and backend_of(group, device) != "fake"
+        self.has_peers = self._world > 1 and backend_of(group, device) != "fake"
         """Whether there are other ranks that answer questions over the store."""
         self._key = f"yafsdp_cc/fingerprint/{zlib.crc32(repr(list(ranks)).encode())}"
         if self.has_peers:
@@ -156,6 +156,28 @@ class Agreement(StepState):
             "set_requires_gradient_sync alike (parameters inside a unit may go unused).\n"
             f"What ranks did last:\n{table}\n{error}"
         )
+
+
+class ReadAgreement(Agreement):
+    """Agreement of the ranks of one shard group on the numbers that they read, such as a norm.
+
+    Replicas may read without each other, so a read has no place among the operations of all ranks, and none is
+    expected: each read asks. NCCL's groups are not asked: hosts that run ahead of their devices would wait for each
+    other at each norm, and NCCL hangs until its time-out where gloo aborts.
+    """
+
+    def __init__(self, rank: int, ranks: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> None:
+        super().__init__(rank, ranks, group, device)
+        self.has_peers = self.has_peers and backend_of(group, device) == "gloo"
+
+    def agree(self, kind: str, what: str) -> None:
+        """Return once all ranks of the shard group are known to issue the same read next.
+
+        Raises:
+            RuntimeError: ranks read different numbers, or a rank reads none within the time-out.
+        """
+        if self.has_peers:
+            self.ask((kind, what, (), ()), (), lambda waited: "reading; other ranks may be in a forward or backward")
 
 
 def _next_number(before: Operation, after: Operation) -> tuple[int, int] | None:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from yafsdp_cc.engine.layout import align
-from yafsdp_cc.ranks.mesh import allocate
+from yafsdp_cc.ranks.groups import allocate
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -36,7 +36,7 @@ _ALIGNMENT = 128
 
 
 class Buffer:
-    """Memory for the unsharded weights or gradients of one group at a time, allocated by ``mesh.allocate``.
+    """Memory for the unsharded weights or gradients of one group at a time, allocated by ``groups.allocate``.
 
     Only ``ParamGroup`` and ``GroupContext`` write its attributes. See [Note: buffer reuse].
     """

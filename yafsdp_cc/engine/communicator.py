@@ -7,7 +7,7 @@ copy. Over NCCL it is NCCL's reduce-scatter, in place and in the dtype that is s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import (
     ReduceScatterOptions,
 )
 
-from yafsdp_cc.ranks.mesh import PythonGroup, allocate, backend_of, is_python_group, slow_links
+from yafsdp_cc.ranks.groups import allocate, backend_of, slow_links
 
 Works: TypeAlias = "Sequence[dist.Work]"
 """Asynchronous operations to wait for; () where the current stream orders them."""
@@ -45,14 +45,14 @@ class Communicator:
     temporary buffer and copies, which is cheaper only than very many broadcasts. Two ranks swap chunks in one
     all-to-all, where broadcasts would be two operations. Then gathers and sums must not share a gloo group: a rank that
     has lost step would meet an operation of another size, at which gloo ends the process. Over slow links
-    (``mesh.slow_links``) chunks are point-to-point messages.
+    (``groups.slow_links``) chunks are point-to-point messages.
 
     Chunks are equal unless ``chunks`` has the elements of each rank's, perhaps 0: then an all-gather is broadcasts on
     every backend, and an NCCL reduce-scatter is a reduce to each rank.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.group: Any = PythonGroup(group) if is_python_group(group) else group
+        self.group = group
         self.device = device
         self.world: int = group.size()
         self.rank: int = group.rank()

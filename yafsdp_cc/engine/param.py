@@ -409,9 +409,9 @@ class FlatParam:
     def make_sharded_grad(self) -> ShardedGrad:
         """Return the buffer of sharded gradients, which the first call makes: frozen parameters need none."""
         if self.sharded_grad is None:
-            self.sharded_grad = ShardedGrad(
-                torch.zeros_like(self.sharded, dtype=grad_dtype_of(self.params)), self.params
-            )
+            numel, dtype = self.layout.chunks[self.rank], grad_dtype_of(self.params)
+            buffer = torch.zeros(numel, dtype=dtype, device=self.sharded.device)
+            self.sharded_grad = ShardedGrad(buffer, self.params)
         return self.sharded_grad
 
     def add_to_grad(self, parts: Iterable[tuple[int, Tensor]], used: Sequence[bool]) -> None:

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch._prims_common import make_contiguous_strides_for
 
 from yafsdp_cc.engine.layout import Extent, Layout, align
-from yafsdp_cc.engine.param import FlatParam, FSDPParam, ShardedGrad, grad_dtype_of
+from yafsdp_cc.engine.param import FlatParam, FSDPParam
 from yafsdp_cc.engine.protocols import AllGather
 from yafsdp_cc.forms.subclasses import (
     PART_ALIGNMENT,
@@ -416,9 +416,3 @@ class ClassFlatParam(ExtensionFlatParam):
         is_method = inspect.ismethod(given) and given.__self__ is local
         bound: Callable[..., Any] = given.__func__.__get__(self.sharded) if is_method else given
         return bound
-
-    def make_sharded_grad(self) -> ShardedGrad:
-        if self.sharded_grad is None:
-            buffer = torch.zeros(self.layout.chunks[self.rank], dtype=grad_dtype_of(self.params), device=self.device)
-            self.sharded_grad = ShardedGrad(buffer, self.params)
-        return self.sharded_grad

@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -30,8 +30,9 @@ from yafsdp_cc.engine.param import Divisor
 from yafsdp_cc.engine.spec import EXACT, SPEC, spec_of, specs_below
 from yafsdp_cc.engine.state import GROUP, STATE
 from yafsdp_cc.forms.extensions import ClassFlatParam, ExtensionFlatParam, in_class_of
-from yafsdp_cc.forms.subclasses import SUBCLASS, subclass_of, tensors_of
-from yafsdp_cc.ranks.mesh import all_gather_single, backend_of
+from yafsdp_cc.forms.subclasses import SUBCLASS, subclass_of
+from yafsdp_cc.ranks.groups import backend_of
+from yafsdp_cc.ranks.mesh import all_gather_single
 from yafsdp_cc.sharding.assembly import state_of
 from yafsdp_cc.sharding.checks import TRAINED_IN
 from yafsdp_cc.sharding.hooks import PARTS, current_state, hook_parts, install_hooks, pre_forward_of
@@ -684,7 +685,9 @@ def whole_params_by_group(state: FSDPState, *, everywhere: bool) -> Iterator[tup
         group = spec.info.shard_group
         takes_part = everywhere or is_first_replica
         if isinstance(flat, ClassFlatParam):
-            yield flat.params[0], _gathered_class(flat, group, everywhere) if takes_part else None
+            whole = cast("FlatDTensor", flat.params[0].parameter).full_tensor() if takes_part else None
+            yield flat.params[0], whole if everywhere or group.rank() == 0 else None
+            del whole
             continue
         shard = flat.sharded.to(state.context.device)
         buffer = _gathered(shard, flat.layout.chunks, group, everywhere) if takes_part else None
@@ -733,10 +736,7 @@ def _gathered(shard: Tensor, chunks: Sequence[int], group: dist.ProcessGroup, ev
         shard = shard.cpu()  # gloo sends messages only from host memory
     part = shard.view(torch.uint8)  # send bytes, as backends do not support every dtype
     if not everywhere and group.rank() > 0:
-        for work in (
-            dist.batch_isend_irecv([dist.P2POp(dist.isend, part, group=group, group_peer=0)]) if len(part) else ()
-        ):
-            work.wait()
+        _wait_for([dist.P2POp(dist.isend, part, group=group, group_peer=0)])
         return None
     buffer = shard.new_empty(sum(chunks))
     if everywhere and len(set(chunks)) == 1:
@@ -750,28 +750,17 @@ def _gathered(shard: Tensor, chunks: Sequence[int], group: dist.ProcessGroup, ev
                 dist.broadcast(theirs, group=group, group_src=root)
         return buffer
     # One message from each rank is received into its place: a gather would need a second buffer.
-    receives = [
-        dist.P2POp(dist.irecv, theirs, group=group, group_peer=peer)
-        for peer, theirs in enumerate(parts)
-        if peer and theirs.numel()
-    ]
-    for work in dist.batch_isend_irecv(receives) if receives else ():
-        work.wait()
+    _wait_for(
+        [dist.P2POp(dist.irecv, theirs, group=group, group_peer=peer) for peer, theirs in enumerate(parts) if peer]
+    )
     return buffer
 
 
-def _gathered_class(flat: ClassFlatParam, group: dist.ProcessGroup, everywhere: bool) -> Tensor | None:
-    """Return the whole of a parameter that is sharded as a tensor of its class."""
-    whole: Tensor | None = None
-    for place, own in enumerate(tensors_of(flat.sharded)):
-        part = _gathered(own.contiguous().view(-1), (own.numel(),) * group.size(), group, everywhere)
-        if part is None:
-            continue
-        if whole is None:
-            whole = flat.sharded.new_zeros(flat.shape, device=part.device)
-        target = tensors_of(whole)[place]
-        target.copy_(part[: target.numel()].view(target.shape))
-    return whole
+def _wait_for(messages: Sequence[dist.P2POp]) -> None:
+    """Send and receive ``messages``, those without bytes left out."""
+    if filled := [each for each in messages if each.tensor.numel()]:
+        for work in dist.batch_isend_irecv(filled):
+            work.wait()
 
 
 def check_shows_shards(model: nn.Module, what: str) -> None:

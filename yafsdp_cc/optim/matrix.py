@@ -16,11 +16,10 @@ from abc import abstractmethod
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -28,12 +27,12 @@ from yafsdp_cc.engine.layout import ShardSpec, TensorParallel
 from yafsdp_cc.engine.param import owner_of
 from yafsdp_cc.optim.adam import sharded_adamw_step
 from yafsdp_cc.optim.one_bit import check_settings, grad_of, keep_dtypes, local_of, loss_of, width_of
-from yafsdp_cc.ranks.mesh import shard_group, shard_rank, to_mesh_device
+from yafsdp_cc.ranks.mesh import to_mesh_device
 from yafsdp_cc.tensor.dtensor import FlatDTensor, flat_dtensor, increment_version
+from yafsdp_cc.tensor.rows import redivided
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.optim.optimizer import ParamsT
 
 _ADAMW: Mapping[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2}
@@ -206,12 +205,12 @@ class MatrixOptimizer(Optimizer):
         """Update matrices that are sharded evenly. A collective."""
         specs = [parameter.shard_spec for parameter in bucket]
         held, updated, mesh = [spec.bounds for spec in specs], [spec.update_bounds for spec in specs], specs[0].mesh
-        gradients = _redivided([grad_of(parameter) for parameter in bucket], held, updated, mesh)
+        gradients = redivided([grad_of(parameter) for parameter in bucket], held, updated, mesh)
         dtype = self.update_dtype(gradients[0].device) or gradients[0].dtype
         updates = [torch.empty_like(gradient, dtype=dtype) for gradient in gradients]
         for place, update, _ in self._updated(group, bucket, gradients, updates):
             place.copy_(update)
-        for parameter, update in zip(bucket, _redivided(updates, updated, held, mesh), strict=True):
+        for parameter, update in zip(bucket, redivided(updates, updated, held, mesh), strict=True):
             local, (first, last) = local_of(parameter), parameter.shard_spec.local_range()
             for start, stop, rate in self._rates(group, parameter.shard_spec):
                 if (part := slice(max(start - first, 0), min(stop, last) - first)).stop > part.start:
@@ -409,35 +408,3 @@ def buckets(parameters: Sequence[Any]) -> Iterator[list[Any]]:
                 count += 1
             yield [each for unit in units[:count] for each in unit]
             units = units[count:]
-
-
-def _redivided(
-    tensors: Sequence[Tensor], held: Sequence[Sequence[int]], wanted: Sequence[Sequence[int]], mesh: DeviceMesh
-) -> list[Tensor]:
-    """Return this rank's range of each matrix by the bounds ``wanted``. A collective.
-
-    Args:
-        tensors: this rank's range of each matrix by the bounds ``held``, flat, all of one dtype.
-    """
-    group, rank = shard_group(mesh), shard_rank(mesh)
-    found = [tensors[0].new_empty(bounds[rank + 1] - bounds[rank]) for bounds in wanted]
-    # the message to each rank holds its parts of all matrices
-    sent = list(zip(*(_parts_for(*each, rank) for each in zip(tensors, held, wanted, strict=True)), strict=True))
-    received = list(zip(*(_parts_for(*each, rank) for each in zip(found, wanted, held, strict=True)), strict=True))
-    ours, theirs = ([sum(part.nbytes for part in parts) for parts in of_peers] for of_peers in (sent, received))
-    message = to_mesh_device(torch.cat([part for parts in sent for part in parts]), mesh)
-    arrived = message.new_empty(sum(theirs) // message.itemsize)
-    # send bytes, as gloo supports fewer dtypes
-    dist.all_to_all_single(arrived.view(torch.uint8), message.view(torch.uint8), theirs, ours, group=group)
-    places = [part for parts in received for part in parts]
-    for place, part in zip(places, arrived.split([len(each) for each in places]), strict=True):
-        place.copy_(part)
-    return found
-
-
-def _parts_for(tensor: Tensor, bounds: Sequence[int], others: Sequence[int], rank: int) -> Sequence[Tensor]:
-    """Return views of ``tensor``, the range of ``rank`` by ``bounds``: its elements in each range of ``others``."""
-    first, last = bounds[rank], bounds[rank + 1]
-    sizes = [max(min(last, end) - max(first, start), 0) for start, end in pairwise(others)]
-    parts: Sequence[Tensor] = tensor.split(sizes)
-    return parts

@@ -55,7 +55,7 @@ from torch import Tensor
 from yafsdp_cc.compression import error_feedback
 from yafsdp_cc.compression.codec import BLOCK, codec_of
 from yafsdp_cc.compression.error_feedback import EF21, Residual, lost_share
-from yafsdp_cc.ranks.mesh import new_group, timeout_of
+from yafsdp_cc.ranks.groups import new_group, timeout_of
 from yafsdp_cc.replicas.messages import PeerMailbox, PeerMessage, agreed
 from yafsdp_cc.replicas.optimizer_state import mean_state, write_state
 from yafsdp_cc.replicas.sync import LocalBuffer, ReplicaSync, sum_over

@@ -15,7 +15,7 @@ from yafsdp_cc.compression import error_feedback
 from yafsdp_cc.compression.codec import BLOCK, codec_of
 from yafsdp_cc.compression.error_feedback import Residual
 from yafsdp_cc.engine.streams import comm_stream
-from yafsdp_cc.ranks.mesh import timeout_of
+from yafsdp_cc.ranks.groups import timeout_of
 from yafsdp_cc.replicas.sync import LocalBuffer, sum_over
 
 if TYPE_CHECKING:

@@ -33,16 +33,18 @@ from yafsdp_cc.engine.streams import comm_stream
 from yafsdp_cc.forms.extensions import check_local_tensors
 from yafsdp_cc.forms.offload import make_transfers
 from yafsdp_cc.ranks.checks import refused_together
-from yafsdp_cc.ranks.mesh import all_groups, backend_of, group_once, new_group, timeout_of
+from yafsdp_cc.ranks.groups import backend_of, group_once, new_group, timeout_of
+from yafsdp_cc.ranks.mesh import all_groups
 from yafsdp_cc.sharding.collectives import CustomAllGather, CustomReduceScatter, SecondaryAllGather
-from yafsdp_cc.sharding.contents import ModelContents
 from yafsdp_cc.sharding.links import probe_links, refused_over_store
 from yafsdp_cc.sharding.status import describe
 from yafsdp_cc.sharding.units import ROOT, TAKE_TURNS
 from yafsdp_cc.sharding.watch import watch
-from yafsdp_cc.tensor.dtensor import engines, sharded_as
+from yafsdp_cc.tensor.dtensor import engines
 from yafsdp_cc.tensor.loading import take_back
+from yafsdp_cc.tensor.module_parameters import ModelContents
 from yafsdp_cc.tensor.reductions import fingerprints
+from yafsdp_cc.tensor.shown import sharded_as
 from yafsdp_cc.tensor.unsharded import StayUnsharded
 
 if TYPE_CHECKING:

@@ -95,9 +95,6 @@ class SecondaryAllGather(AllGather):
             self._shard.copy_(self._comm.own_chunk(output))
             self._version = self._starting
 
-    def stepped(self, before: int, after: int) -> None:
-        self.inner.stepped(before, after)
-
     def expire(self) -> None:
         self._version = None
 

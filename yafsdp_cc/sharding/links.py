@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from yafsdp_cc.engine.agreement import wait_for_key
-from yafsdp_cc.ranks.mesh import slow_links
+from yafsdp_cc.ranks.groups import slow_links
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store

@@ -30,7 +30,8 @@ from yafsdp_cc.forms.extensions import (
 )
 from yafsdp_cc.forms.offload import HostFlatParam, HostReplicatedFlatParam
 from yafsdp_cc.forms.subclasses import subclass_of, tensors_of
-from yafsdp_cc.tensor.dtensor import flat_dtensor, follow_optimizers, mark_replaced, take_grads_of_autograd
+from yafsdp_cc.tensor.dtensor import flat_dtensor, follow_optimizers, take_grads_of_autograd
+from yafsdp_cc.tensor.shown import mark_replaced
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

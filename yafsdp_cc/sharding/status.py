@@ -10,7 +10,6 @@ Phases are found from buffers and handles, when somebody asks; nothing keeps the
 
 from __future__ import annotations
 
-from enum import Enum
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,56 +20,32 @@ if TYPE_CHECKING:
     from yafsdp_cc.engine.streams import CommHandle
 
 
-class Weights(Enum):
-    """Where the weights of a group are."""
-
-    SHARDED = "sharded"
-    GATHERING = "being gathered"
-    """The all-gather was issued, and nobody has waited for it."""
-    UNSHARDED = "unsharded"
-    """Gathered, and used by nobody: another group may take the buffer."""
-    IN_USE = "in use"
-    HELD = "held by unshard()"
-
-
-class Grads(Enum):
-    """Where the gradients of a group are, before they are in ``.grad``."""
-
-    NONE = "none"
-    WRITTEN = "being written"
-    KEPT = "kept for a later reduce"
-    DEFERRED = "taken in by the next reduce"
-    REDUCING = "being reduced"
-    """The reduce was issued in a backward whose last wait has not come: its sum may be in ``.grad``, or not."""
-    PARTIAL = "summed over the shard, kept for a sum over replicas"
-
-
-def weights_of(group: ParamGroup) -> Weights:
-    """Return the phase of the group's weights."""
+def _weights(group: ParamGroup) -> str:
+    """Return where the group's weights are: "" if sharded, "unsharded" if gathered and used by nobody."""
     if group.held is not None:
-        return Weights.HELD
+        return "held by unshard()"
     buffer = group.unsharded.buffer
     if not group.flats or not group.is_in(buffer):
-        return Weights.SHARDED
+        return ""
     if buffer.handle.pending:
-        return Weights.GATHERING
-    return Weights.IN_USE if buffer.users else Weights.UNSHARDED
+        return "being gathered"
+    return "in use" if buffer.users else "unsharded"
 
 
-def grads_of(group: ParamGroup) -> Grads:
-    """Return the phase of the group's gradients."""
+def _grads(group: ParamGroup) -> str:
+    """Return where the group's gradients are before they are in ``.grad``; "" if there are none."""
     if group.grads is not None:
-        return Grads.WRITTEN if group.accepts_in is not None else Grads.KEPT
+        return "being written" if group.accepts_in is not None else "kept for a later reduce"
     if group.deferred:
-        return Grads.DEFERRED
+        return "taken in by the next reduce"
     reduced = {flat for flat, _ in group.context.reduced}
     is_issued = group.context.last_reduce is not None and not reduced.isdisjoint(group.flats)
     if is_issued:
-        return Grads.REDUCING
+        return "being reduced"
     replicas = group.context.replicas
     outputs = () if replicas is None else replicas.outputs
     is_partial = any(each.used is not None and each.flat in group.flats for each in outputs)
-    return Grads.PARTIAL if is_partial else Grads.NONE
+    return "summed over the shard, kept for a sum over replicas" if is_partial else ""
 
 
 def describe(context: GroupContext, waited: CommHandle | None = None) -> str:
@@ -88,14 +63,14 @@ def describe(context: GroupContext, waited: CommHandle | None = None) -> str:
         doing += f", waiting for the operation {next(found, 'on an overflow buffer')}"
     lines = []
     for group in context.groups:
-        weights, grads = weights_of(group), grads_of(group)
+        weights, grads = _weights(group), _grads(group)
         parts = []
-        if weights is not Weights.SHARDED:
+        if weights:
             buffer = (group.held or group.unsharded).buffer
-            parts.append(f"weights {weights.value} ({places.get(buffer, 'an overflow buffer')})")
-        if grads is not Grads.NONE:
+            parts.append(f"weights {weights} ({places.get(buffer, 'an overflow buffer')})")
+        if grads:
             where = "" if group.grads is None else f" ({places.get(group.grads.buffer, 'an overflow buffer')})"
-            parts.append(f"gradients {grads.value}{where}")
+            parts.append(f"gradients {grads}{where}")
         if parts:
             lines.append(f"  {group.name}: {', '.join(parts)}")
     if resting := len(context.groups) - len(lines):

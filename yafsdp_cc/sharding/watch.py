@@ -23,7 +23,7 @@ import torch
 from torch.distributed.distributed_c10d import _get_default_store
 
 from yafsdp_cc.ranks.checks import named_ranks, table_of_ranks
-from yafsdp_cc.ranks.mesh import timeout_of
+from yafsdp_cc.ranks.groups import timeout_of
 from yafsdp_cc.sharding.status import describe
 
 if TYPE_CHECKING:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
@@ -12,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import Partial
 
 from yafsdp_cc.forms.subclasses import as_plain
-from yafsdp_cc.ranks.mesh import all_groups, all_reduce_over, reduce_scatter_single, to_mesh_device
+from yafsdp_cc.ranks.mesh import all_groups, all_reduce_over
 
 if TYPE_CHECKING:
     from yafsdp_cc.engine.layout import ShardSpec
@@ -35,10 +34,6 @@ def reduction_of(spec: ShardSpec, placements: Sequence[Any] | None) -> GradReduc
     return "sum" if partial == {"sum"} else "same" if kinds == {"same"} else "mean"
 
 
-def _sum_dtype(grad: torch.Tensor) -> torch.dtype:
-    return torch.promote_types(grad.dtype, torch.float32)
-
-
 def reduced(
     spec: ShardSpec, grad: torch.Tensor, groups: Sequence[dist.ProcessGroup], reduction: GradReduction
 ) -> torch.Tensor:
@@ -46,7 +41,8 @@ def reduced(
     world = math.prod(group.size() for group in groups)
     if world == 1 or reduction == "same":
         return grad.contiguous()
-    total = grad.to(_sum_dtype(grad), copy=True, memory_format=torch.contiguous_format)
+    precise = torch.promote_types(grad.dtype, torch.float32)
+    total = grad.to(precise, copy=True, memory_format=torch.contiguous_format)
     all_reduce_over(groups, total, dist.ReduceOp.SUM, spec.mesh)
     return (total / world if reduction == "mean" else total).to(grad.dtype)
 
@@ -55,22 +51,8 @@ def own_part(spec: ShardSpec, whole: torch.Tensor, reduction: GradReduction) -> 
     """Return this rank's elements of the mean or sum over data-parallel ranks of gradients of ``global_shape``."""
     whole = as_plain(whole)
     part = whole if spec.tensor_parallel is None else spec.tensor_parallel.local_of(whole)
-    groups = all_groups(spec.mesh)
-    if spec.bounds is None or reduction == "same" or groups[0].size() == 1:
-        return reduced(spec, spec.local_of(part), groups, reduction)
-    # backends reduce to chunks of one size: pad to the widest
-    ranges = list(pairwise(spec.bounds))
-    widest = max(stop - start for start, stop in ranges)
-    flat = to_mesh_device(part.reshape(-1), spec.mesh)
-    padded = flat.new_zeros((len(ranges), widest), dtype=_sum_dtype(flat))
-    for row, (start, stop) in zip(padded, ranges, strict=True):
-        row[: stop - start] = flat[start:stop]
-    own = padded.new_empty(widest)
-    reduce_scatter_single(own, padded.view(-1), group=groups[0])
-    own = own[: math.prod(spec.local_shape)].view(spec.local_shape)
-    if reduction == "mean":
-        own /= groups[0].size()
-    return reduced(spec, own, groups[1:], reduction).to(whole)
+    own = spec.local_of(reduced(spec, part, all_groups(spec.mesh), reduction))
+    return own if spec.bounds is None else own.clone()  # a view would keep the whole gradient alive
 
 
 def plain_grad(spec: ShardSpec, grad: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,6 @@ from yafsdp_cc.engine.param import owner_of
 from yafsdp_cc.forms.offload import HostFlatParam
 from yafsdp_cc.forms.subclasses import PLAIN, check_plain, subclass_of
 from yafsdp_cc.tensor.dtensor import FlatDTensor, flat_dtensor
-from yafsdp_cc.tensor.rows import flat_range_of, is_by_rows, is_flat_range
 from yafsdp_cc.tensor.unwritten import makes_empty, mark_unwritten
 
 if TYPE_CHECKING:
@@ -144,12 +143,7 @@ def take_over(param: FSDPParam, value: Tensor) -> None:
         )
     if param.local.is_meta:
         _leave_meta(part, param)
-    spec = param.spec
-    is_in_place = param.local.device.type == spec.mesh.device_type and spec.bounds is not None
-    if is_in_place and type(value) is DTensor and is_by_rows(value, spec.mesh) and not is_flat_range(value, spec):
-        flat_range_of(value, spec, param.local)
-    else:
-        param.parameter.copy_(value)
+    param.parameter.copy_(value)
     if type(value) is DTensor:
         with suppress(RuntimeError):  # somebody else refers to ``value``: leave it unchanged
             _show(value, param)

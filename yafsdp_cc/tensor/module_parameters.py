@@ -1,22 +1,27 @@
-"""``parameters()`` of a module gives the sharded parameters, or within a forward the tensors that it computes with.
+"""Parameters that the modules of a sharded model hold: how ``parameters()`` shows them, and whether they were replaced.
 
-Where modules show unsharded weights outside of a forward (``tensor.unsharded``), it gives those.
+``parameters()`` gives the sharded parameters, or within a forward the tensors that the module computes with. Where
+modules show unsharded weights outside of a forward (``tensor.unsharded``), it gives those.
 """
 
 from __future__ import annotations
 
-from collections.abc import ItemsView, Iterator, ValuesView
-from typing import Any, cast
+from collections.abc import Collection, ItemsView, Iterator, ValuesView
+from itertools import chain
+from operator import is_
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.utils._pytree import tree_map_only
 
 from yafsdp_cc.engine.param import owner_of
 from yafsdp_cc.engine.state import engine_of
 from yafsdp_cc.forms.extensions import forward_dtype
-from yafsdp_cc.tensor.dtensor import FlatDTensor, is_unsharded
+from yafsdp_cc.tensor.dtensor import FlatDTensor, engines
+from yafsdp_cc.tensor.shown import CastWhenUsed, is_unsharded
+from yafsdp_cc.tensor.unwritten import check_written
+
+if TYPE_CHECKING:
+    from yafsdp_cc.engine.state import FSDPState
 
 
 class ModuleParameters(dict[str, "torch.nn.Parameter | None"]):
@@ -32,17 +37,17 @@ class ModuleParameters(dict[str, "torch.nn.Parameter | None"]):
         super().__init__(module._parameters)
         self._attributes = module.__dict__
 
-    def items(self) -> ItemsView[str, Any]:  # type: ignore[override]
-        return self._visible().items()
-
     def values(self) -> ValuesView[Any]:  # type: ignore[override]
-        return self._visible().values()
+        return dict(self.items()).values()
 
-    def _visible(self) -> dict[str, Any]:
+    def items(self) -> ItemsView[str, Any]:  # type: ignore[override]
         held: dict[str, Any] = dict(super().items())
         # Hooks of a backward run without grad mode; forwards that activation checkpointing runs again run with it.
         in_backward = torch._C._current_graph_task_id() != -1
         is_run_again = in_backward and torch.is_grad_enabled()
+        shows_shards = not is_run_again and not any(engine.context.in_forward for engine in engines)
+        if shows_shards and self._attributes.keys().isdisjoint(held):
+            return held.items()
         for name, parameter in held.items():
             param = owner_of(parameter.shard_spec) if isinstance(parameter, FlatDTensor) else None
             engine = None if param is None else engine_of(param)
@@ -56,70 +61,10 @@ class ModuleParameters(dict[str, "torch.nn.Parameter | None"]):
                 held[name] = shown
             elif in_forward and param.flat is not None and (dtype := forward_dtype(param.flat)) != parameter.dtype:
                 held[name] = CastWhenUsed.of(parameter, dtype)
-        return held
+        return held.items()
 
     def __reduce_ex__(self, protocol: object) -> Any:
         return dict, (dict(super().items()),)  # a copy of the module gets a plain dict
-
-
-_LOOKS = {
-    getattr(torch.Tensor, name).__get__ for name in ("dtype", "shape", "device", "layout", "ndim", "is_meta", "is_cpu")
-} | {torch.Tensor.is_floating_point, torch.Tensor.is_complex, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.size}
-"""Functions that read no elements of a tensor."""
-
-
-class CastWhenUsed(DTensor):
-    """A sharded parameter of another unit as a forward sees it, in the dtype that its own unit computes in.
-
-    Reading dtype or shape costs nothing. Any other operation runs on the cast parameter, and gradients flow through it.
-    """
-
-    _parameter: torch.nn.Parameter
-
-    @classmethod
-    def of(cls, parameter: torch.nn.Parameter, dtype: torch.dtype) -> CastWhenUsed:
-        sharded = cast("FlatDTensor", parameter)
-        known = sharded._spec.tensor_meta
-        assert known is not None
-        spec = DTensorSpec(
-            sharded.device_mesh, sharded.placements, tensor_meta=TensorMeta(known.shape, known.stride, dtype)
-        )
-        nothing = torch.empty(0, dtype=dtype, device=sharded._local_tensor.device)
-        shown = cast("CastWhenUsed", DTensor.__new__(cls, nothing, spec, requires_grad=False))
-        shown._parameter = parameter
-        shown._is_param = True  # makes isinstance(shown, nn.Parameter) true
-        return shown
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        with torch._C.DisableTorchFunctionSubclass():
-            if func in _LOOKS:
-                return func(*args, **kwargs)
-        is_attribute = getattr(func, "__name__", "") in ("__get__", "__set__")
-        args, kwargs = tree_map_only(cls, cls._sharded if is_attribute else cls._cast, (args, kwargs))
-        return func(*args, **kwargs)
-
-    def _sharded(self) -> torch.nn.Parameter:
-        return self._parameter
-
-    def _cast(self) -> torch.Tensor:
-        return self._parameter.to(self.dtype)
-
-    def full_tensor(self, **options: Any) -> torch.Tensor:
-        """Return the whole parameter, cast. A collective."""
-        return cast("DTensor", self._cast()).full_tensor(**options)
-
-    def to_local(self, **options: Any) -> torch.Tensor:
-        """Return this rank's elements, cast."""
-        return cast("DTensor", self._cast()).to_local(**options)
-
-    def redistribute(self, *arguments: Any, **options: Any) -> DTensor:
-        """Return the parameter, cast, in another layout."""
-        return cast("DTensor", self._cast()).redistribute(*arguments, **options)
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"{self._parameter!r} as {self.dtype}"
 
 
 def install_module_parameters(module: torch.nn.Module) -> None:
@@ -138,3 +83,66 @@ def named_sharded_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torc
         for name, parameter in dict.items(module._parameters):
             if parameter is not None:
                 yield f"{prefix}.{name}" if prefix else name, parameter
+
+
+# Checked at each forward ----------------------------------------------------------------------------------------------
+
+
+class ModelContents:
+    """The parameters and submodules that a model's modules hold: without a check, the engine would compute with the
+    shard of a parameter that the program has replaced.
+
+    Args:
+        state: the engine of the model.
+        is_written: whether all parameters and buffers were seen to have values by an earlier engine.
+    """
+
+    def __init__(self, state: FSDPState, is_written: bool) -> None:
+        self._model = state.model
+        self._params = state.params
+        self._mesh = state.context.info.mesh
+        self._ignored: Collection[torch.nn.Parameter] = {param for spec in state.specs for param in spec.ignored}
+        self._registries: list[dict[str, Any]] = []
+        """The modules' own dictionaries of submodules and parameters."""
+        self._seen: list[object] = []
+        """Values of ``_registries`` at the last check, in order."""
+        self._frozen: list[torch.nn.Parameter] = []
+        self.is_written = is_written
+
+    def check(self) -> None:
+        """Raise if a parameter was replaced or converted, or a trainable one was added, since the last check."""
+        if not self.is_written:
+            check_written(dict(named_sharded_parameters(self._model)), self._model, self._params, self._mesh)
+            self.is_written = True
+        contents = self._contents()
+        is_known = len(contents) == len(self._seen) and all(map(is_, contents, self._seen))
+        is_frozen = not any(each.requires_grad for each in self._frozen)
+        if self._registries and is_known and is_frozen and all(param.lies_in_shard for param in self._params):
+            return
+        for param in self._params:
+            param.check_unchanged()
+        self._frozen = _added_parameters(self._model, self._ignored)
+        self._registries = [each for module in self._model.modules() for each in (module._modules, module._parameters)]
+        self._seen = self._contents()
+
+    def _contents(self) -> list[object]:
+        return list(chain.from_iterable(map(dict.values, self._registries)))
+
+
+def _added_parameters(model: torch.nn.Module, ignored: Collection[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
+    """Return the parameters that were added to ``model`` after it was sharded, those in ``ignored`` left out.
+
+    Frozen ones may stay. A trainable one is refused, because every rank would train values of its own for it.
+    """
+    added = {
+        name: parameter
+        for name, parameter in named_sharded_parameters(model)
+        if not isinstance(parameter, FlatDTensor) and parameter not in ignored
+    }
+    if trained := [name for name, parameter in added.items() if parameter.requires_grad]:
+        others = f" (and {len(trained) - 1} more)" if len(trained) > 1 else ""
+        raise ValueError(
+            f"'{trained[0]}'{others} was added after sharding, so every rank would train values of its own: add "
+            "adapters and layers first, then call shard() or fully_shard()"
+        )
+    return list(added.values())

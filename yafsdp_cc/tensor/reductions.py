@@ -25,9 +25,9 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils._pytree import tree_map_only
 
-from yafsdp_cc.engine.agreement import Agreement
+from yafsdp_cc.engine.agreement import ReadAgreement
 from yafsdp_cc.forms.subclasses import PLAIN
-from yafsdp_cc.ranks.mesh import all_reduce_over, backend_of
+from yafsdp_cc.ranks.mesh import all_reduce_over
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -92,28 +92,6 @@ class Partials:
 
 refusals: list[Callable[[str], None]] = []
 """Functions that raise where a collective outside of forwards and backwards is forbidden (``skip_together``)."""
-
-
-class ReadAgreement(Agreement):
-    """Agreement of the ranks of one shard group on the numbers that they read, such as a norm.
-
-    Replicas may read without each other, so a read has no place among the operations of all ranks, and none is
-    expected: each read asks. NCCL's groups are not asked: hosts that run ahead of their devices would wait for each
-    other at each norm, and NCCL hangs until its time-out where gloo aborts.
-    """
-
-    def __init__(self, rank: int, ranks: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> None:
-        super().__init__(rank, ranks, group, device)
-        self.has_peers = self.has_peers and backend_of(group, device) == "gloo"
-
-    def agree(self, kind: str, what: str) -> None:
-        """Return once all ranks of the shard group are known to issue the same read next.
-
-        Raises:
-            RuntimeError: ranks read different numbers, or a rank reads none within the time-out.
-        """
-        if self.has_peers:
-            self.ask((kind, what, (), ()), (), lambda waited: "reading; other ranks may be in a forward or backward")
 
 
 fingerprints: weakref.WeakKeyDictionary[dist.ProcessGroup, Any] = weakref.WeakKeyDictionary()
@@ -189,12 +167,14 @@ class LazyReduction(DTensor):
         lazy = _kept_lazy(func, args, kwargs)
         if lazy is not None:
             return lazy
-        across = _across_of([*args, *kwargs.values()])
+        given = [each for each in (*args, *kwargs.values()) if isinstance(each, (torch.Tensor, list, tuple))]
+        across = [each._partials.across for each in given if isinstance(each, LazyReduction)]
         args, kwargs = tree_map_only(LazyReduction, LazyReduction.value, (args, kwargs))
         result = func(*args, **kwargs)
-        if across is None or type(result) is not torch.Tensor or any(result is value for value in args):
+        is_lazy = across and len(across) == len(given)  # no other tensor, and no list, was given
+        if not is_lazy or type(result) is not torch.Tensor or any(result is value for value in args):
             return result
-        return _lazy(Partials(result, SUM, across), result.dtype, result)
+        return _lazy(Partials(result, SUM, across[0]), result.dtype, result)
 
     def full_tensor(self, **_: Any) -> torch.Tensor:
         """Return a copy of the value, a plain tensor. A collective at first use of the value."""
@@ -221,13 +201,6 @@ class LazyReduction(DTensor):
 
     def __reduce_ex__(self, proto: object) -> NoReturn:
         raise TypeError("pickling a norm that is not reduced yet: call .full_tensor() or .item() first")
-
-
-def _across_of(values: Sequence[Any]) -> Across | None:
-    """Return the ranks that ``LazyReduction`` arguments are reduced over; None if there are other tensors, or lists."""
-    found = [value for value in values if isinstance(value, (torch.Tensor, list, tuple))]
-    lazy = [value for value in found if isinstance(value, LazyReduction)]
-    return lazy[0]._partials.across if lazy and len(lazy) == len(found) else None
 
 
 def _lazy(partials: Partials, dtype: torch.dtype, value: torch.Tensor | None = None) -> LazyReduction:
@@ -287,7 +260,7 @@ def reduce_lazily(
 
 def local_norms(order: float, locals_: list[torch.Tensor]) -> Sequence[torch.Tensor]:
     """Return the ``order``-norm of each plain tensor of ``locals_``. Half-precision elements are summed in float32."""
-    precise = max((torch.promote_types(local.dtype, torch.float32) for local in locals_), key=lambda d: d.itemsize)
+    precise = functools.reduce(torch.promote_types, {local.dtype for local in locals_}, torch.float32)
     if len(locals_) == 1:
         return [torch.linalg.vector_norm(locals_[0], order, dtype=precise)]
     return torch._foreach_norm(locals_, order, dtype=precise)

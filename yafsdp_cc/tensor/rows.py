@@ -1,5 +1,5 @@
-"""Converts between two ways to divide a tensor: by flat ranges, as ``ShardSpec`` does, and by rows, as FSDP2's
-``Shard(0)``.
+"""Converts between two ways to divide a tensor, by flat ranges, as ``ShardSpec`` does, and by rows, as FSDP2's
+``Shard(0)``, and gathers both to whole tensors.
 
     whole, [3, 4] row-major     0 1 2 3 4 5 6 7 8 9 a b
     by rows, 2 ranks            |     rank 0    | rank 1|     ceil(3 / 2) rows each, the last ranks fewer or none
@@ -22,7 +22,8 @@ from torch._prims_common import make_contiguous_strides_for
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from yafsdp_cc.engine.layout import RowShardSpec
-from yafsdp_cc.ranks.mesh import shard_group, to_mesh_device
+from yafsdp_cc.forms.subclasses import PLAIN, tensors_of
+from yafsdp_cc.ranks.mesh import all_gather_single, shard_group, shard_rank, to_mesh_device
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -67,15 +68,14 @@ def is_flat_range(tensor: DTensor, spec: ShardSpec) -> bool:
 def rows_of(local: torch.Tensor, spec: ShardSpec) -> DTensor:
     """Return the tensor divided by rows, given this rank's flat range by a ``spec`` with bounds. A collective."""
     assert spec.bounds is not None
-    group, source = shard_group(spec.mesh), to_mesh_device(local, spec.mesh)
-    first = first_rows(spec.shape[0], group.size())
-    rows = source
+    rows, world = local, len(spec.bounds) - 1
     if not isinstance(spec, RowShardSpec):
-        rows = source.new_empty((first[spec.rank + 1] - first[spec.rank], *spec.shape[1:]))
-        _redivide(source, spec.bounds, rows.view(-1), row_bounds(spec.shape, group.size()), group)
+        first = first_rows(spec.shape[0], world)
+        [part] = redivided([local], [spec.bounds], [row_bounds(spec.shape, world)], spec.mesh)
+        rows = part.view(first[spec.rank + 1] - first[spec.rank], *spec.shape[1:])
     placements = [*[Replicate()] * (spec.mesh.ndim - 1), Shard(0)]
     return DTensor.from_local(
-        rows.to(local.device),
+        rows,
         spec.mesh,
         placements,
         run_check=False,
@@ -84,35 +84,82 @@ def rows_of(local: torch.Tensor, spec: ShardSpec) -> DTensor:
     )
 
 
-def flat_range_of(tensor: DTensor, spec: ShardSpec, out: torch.Tensor | None = None) -> torch.Tensor:
+def flat_range_of(tensor: DTensor, spec: ShardSpec) -> torch.Tensor:
     """Return this rank's flat range, by a ``spec`` with bounds, of a tensor that ``is_by_rows``. A collective.
 
     Args:
         tensor: on ``spec.mesh``, of ``spec.shape``; the same on all replicas.
-        out: tensor to write to, on the mesh's device, of ``spec.local_shape``, in the dtype of ``tensor``. None: a new
-            one.
     """
     assert spec.bounds is not None
-    group = shard_group(spec.mesh)
-    rows = to_mesh_device(tensor._local_tensor.detach().contiguous().view(-1), spec.mesh)
-    if out is None:
-        out = rows.new_empty(spec.local_shape)
-    _redivide(rows, row_bounds(spec.shape, group.size()), out, spec.bounds, group)
-    return out.to(tensor.device)
+    rows, bounds = tensor._local_tensor.detach().contiguous().view(-1), row_bounds(spec.shape, len(spec.bounds) - 1)
+    [found] = redivided([rows], [bounds], [spec.bounds], spec.mesh)
+    return found
 
 
-def _redivide(
-    source: torch.Tensor, held: Sequence[int], target: torch.Tensor, wanted: Sequence[int], group: dist.ProcessGroup
-) -> None:
-    """Write to ``target`` this rank's part by bounds ``wanted``, given its part ``source`` by bounds ``held``."""
-    rank = group.rank()
-    ours, theirs = list(pairwise(held)), list(pairwise(wanted))
-    sent = [_overlap(ours[rank], each) * source.itemsize for each in theirs]
-    received = [_overlap(theirs[rank], each) * source.itemsize for each in ours]
-    # send bytes, as backends do not support every dtype
-    dist.all_to_all_single(target.view(torch.uint8), source.view(torch.uint8), received, sent, group=group)
-    torch._C._increment_version((target,))
+def redivided(
+    tensors: Sequence[torch.Tensor], held: Sequence[Sequence[int]], wanted: Sequence[Sequence[int]], mesh: DeviceMesh
+) -> list[torch.Tensor]:
+    """Return this rank's range of each tensor by the bounds ``wanted``, flat and of its dtype. A collective.
+
+    Args:
+        tensors: this rank's range of each tensor by the bounds ``held``, flat.
+    """
+    group, rank = shard_group(mesh), shard_rank(mesh)
+    found = [each.new_empty(bounds[rank + 1] - bounds[rank]) for each, bounds in zip(tensors, wanted, strict=True)]
+    # the message to each rank holds its parts of all tensors, as bytes: backends do not support every dtype
+    sent = list(zip(*(_parts_for(*each, rank) for each in zip(tensors, held, wanted, strict=True)), strict=True))
+    received = list(zip(*(_parts_for(*each, rank) for each in zip(found, wanted, held, strict=True)), strict=True))
+    ours, theirs = ([sum(part.nbytes for part in parts) for parts in of_peers] for of_peers in (sent, received))
+    if len(tensors) == 1:  # its parts follow one another already
+        message = tensors[0].view(torch.uint8)
+    else:
+        message = torch.cat([part for parts in sent for part in parts])
+    message = to_mesh_device(message, mesh)
+    arrived = message.new_empty(sum(theirs))
+    dist.all_to_all_single(arrived, message, theirs, ours, group=group)
+    places = [part for parts in received for part in parts]
+    for place, part in zip(places, arrived.split([len(each) for each in places]), strict=True):
+        place.copy_(part)
+    return found
 
 
-def _overlap(one: tuple[int, int], other: tuple[int, int]) -> int:
-    return max(min(one[1], other[1]) - max(one[0], other[0]), 0)
+def _parts_for(tensor: torch.Tensor, bounds: Sequence[int], others: Sequence[int], rank: int) -> Sequence[torch.Tensor]:
+    """Return views of ``tensor``, the range of ``rank`` by ``bounds``: the bytes of its elements in each range of
+    ``others``."""
+    first, last = bounds[rank], bounds[rank + 1]
+    sizes = [max(min(last, end) - max(first, start), 0) for start, end in pairwise(others)]
+    parts: Sequence[torch.Tensor] = tensor.view(torch.uint8).split([size * tensor.itemsize for size in sizes])
+    return parts
+
+
+# Whole tensors -------------------------------------------------------------------------------------------------------
+
+
+def gathered(local: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
+    """Return the whole tensor, of the class of ``local``, given this rank's part by a ``spec`` with bounds. A
+    collective."""
+    assert spec.bounds is not None
+    if type(local) in PLAIN:
+        return _gathered(local, spec.bounds, spec.shape, spec.mesh)
+    whole = local.new_zeros(spec.shape)
+    for part, own in zip(tensors_of(whole), tensors_of(local), strict=True):
+        bounds = row_bounds(part.shape, len(spec.bounds) - 1)
+        part.copy_(_gathered(own.contiguous(), bounds, part.shape, spec.mesh))
+    return whole
+
+
+def _gathered(local: torch.Tensor, bounds: Sequence[int], shape: Sequence[int], mesh: DeviceMesh) -> torch.Tensor:
+    """Return a new tensor of ``shape`` on the device of ``mesh``, of which each rank has the elements of its bounds."""
+    widths = [stop - start for start, stop in pairwise(bounds)]
+    widest = max(widths)
+    if widest == 0:
+        return local.new_empty(shape)
+    # gloo gathers only equal sizes and some dtypes: send bytes, padded to the widest
+    padding = (widest - local.numel()) * local.itemsize
+    padded = to_mesh_device(torch.nn.functional.pad(local.view(-1).view(torch.uint8), (0, padding)), mesh)
+    received = padded.new_empty((len(widths), padded.numel()))
+    all_gather_single(received.view(-1), padded, group=shard_group(mesh))
+    rows = received.view(local.dtype)
+    whole = rows.new_empty(shape)
+    torch.cat([row[:width] for row, width in zip(rows, widths, strict=True)], out=whole.view(-1))
+    return whole  # users could not write to a view returned by an autograd function

@@ -16,7 +16,7 @@ import torch
 
 from yafsdp_cc.engine.protocols import Observer
 from yafsdp_cc.engine.state import engine_of
-from yafsdp_cc.tensor.dtensor import mark_unsharded
+from yafsdp_cc.tensor.shown import mark_unsharded
 
 if TYPE_CHECKING:
     from yafsdp_cc.engine.param import FSDPParam

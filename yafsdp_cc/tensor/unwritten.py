@@ -7,7 +7,7 @@ kernel, leaves other bytes, so a tensor with values is never refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,7 +17,6 @@ from yafsdp_cc.engine.layout import local_tensor
 from yafsdp_cc.forms.subclasses import tensors_of
 from yafsdp_cc.ranks.checks import refused_together
 from yafsdp_cc.ranks.mesh import all_groups
-from yafsdp_cc.tensor.module_parameters import named_sharded_parameters
 
 if TYPE_CHECKING:
     from torch import nn
@@ -45,22 +44,26 @@ def mark_unwritten(tensor: Tensor, local: Tensor | None = None) -> None:
     tensor.__dict__[_VERSION] = None if local.is_inference() else local._version
 
 
-def check_written(model: nn.Module, params: Sequence[FSDPParam], mesh: DeviceMesh) -> None:
+def check_written(
+    named: Mapping[str, nn.Parameter], model: nn.Module, params: Sequence[FSDPParam], mesh: DeviceMesh
+) -> None:
     """Find tensors that ``mark_unwritten`` marked and nothing has written to since. A collective.
+
+    Args:
+        named: all parameters of ``model`` by full name; ``params`` are those that are sharded or replicated.
 
     Raises:
         RuntimeError: ``model`` has such a parameter or buffer, or a buffer on the meta device. A ValueError if only
             another rank has one.
     """
     with refused_together(*all_groups(mesh)):
-        _check_written(model, params)
+        _check_written(named, model, params)
 
 
-def _check_written(model: nn.Module, params: Sequence[FSDPParam]) -> None:
+def _check_written(named: Mapping[str, nn.Parameter], model: nn.Module, params: Sequence[FSDPParam]) -> None:
     found = {param.spec.name: "parameter" for param in params if _is_unwritten(param.parameter, param.local)}
     sharded = {param.parameter for param in params}
-    ignored = ((name, each) for name, each in named_sharded_parameters(model) if each not in sharded)
-    found |= {name: "parameter" for name, each in ignored if _is_unwritten(each)}
+    found |= {name: "parameter" for name, each in named.items() if each not in sharded and _is_unwritten(each)}
     found |= {name: "buffer" for name, each in model.named_buffers() if each.is_meta or _is_unwritten(each)}
     if found:
         (name, kind), *others = found.items()

@@ -1,0 +1,92 @@
+"""Process groups: made once, their backends and time-outs, and memory from their allocators."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, TypeAlias
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+    """Return how long a group waits for its ranks; None where its backends do not tell."""
+    for device in group._device_types:
+        timeout = getattr(getattr(group._get_backend(device), "options", None), "_timeout", None)
+        if isinstance(timeout, timedelta):
+            return timeout
+    return None
+
+
+_GroupsByKey: TypeAlias = "weakref.WeakValueDictionary[Hashable, dist.ProcessGroup]"
+
+_groups_of: weakref.WeakKeyDictionary[dist.ProcessGroup, _GroupsByKey] = weakref.WeakKeyDictionary()
+"""Groups of ``group_once``, by parent group and key. Values are weak: after ``destroy_process_group()`` no cache may
+hold groups, as a thread of gloo that is at work when the interpreter ends aborts the process. (Parents may live on:
+``torch.distributed.nn`` holds the group of all ranks.)"""
+
+
+def group_once(parent: dist.ProcessGroup, key: Hashable, make: Callable[[], dist.ProcessGroup]) -> dist.ProcessGroup:
+    """Return the group that ``make`` has made of ranks of ``parent`` for this key, once: a new one costs memory and a
+    collective."""
+    known = _groups_of.setdefault(parent, weakref.WeakValueDictionary())
+    group = known.get(key)
+    if group is None:
+        group = known[key] = make()
+    return group
+
+
+def new_group(members: Sequence[int], timeout: timedelta | None, backend: str | None = None) -> dist.ProcessGroup:
+    """Make a group of these global ranks, this one among them. A collective of its members alone.
+
+    Where ``init_process_group`` was given a ``device_id``, torch splits NCCL's communicators of new groups off that of
+    all ranks, and ``ncclCommSplit`` waits for every one of these. So that binding is hidden while a group of some ranks
+    is made: it gets a communicator of its own, at its first collective.
+    """
+    everybody = dist.distributed_c10d._get_default_group()
+    is_part = len(members) < everybody.size()
+    bound = everybody.bound_device_id
+    if is_part:
+        everybody.bound_device_id = None
+    try:
+        group: dist.ProcessGroup = dist.new_group(
+            list(members), backend=backend, timeout=timeout, use_local_synchronization=is_part
+        )
+    finally:
+        everybody.bound_device_id = bound
+    return group
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
+    """Return the name of the backend that carries tensors of ``device`` in ``group``, in lower case.
+
+    Raises:
+        ValueError: the group has no backend for that device.
+    """
+    try:
+        return str(group._get_backend(device).name()).lower()
+    except RuntimeError as error:
+        raise ValueError(
+            f"the mesh is of {device.type} devices, but its process group has no backend for them: start it with "
+            f'init_process_group("cpu:gloo,cuda:nccl"), or shard before any mesh is made ({error})'
+        ) from error
+
+
+def allocate(nbytes: int, device: torch.device, group: dist.ProcessGroup | None = None) -> Tensor:
+    """Return uninitialised memory; with a ``group``, from the allocator of its backend where that has one.
+
+    NCCL's allocator registers it with the communicator: zero-copy transfers over NVLink and InfiniBand's SHARP.
+    """
+    if group is not None and nbytes and (backend := group._get_backend(device)).supports_tensor_alloc(device):
+        memory: Tensor = backend.allocate_tensor(nbytes, dtype=torch.uint8, device=device)
+        return memory
+    return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+
+slow_links: weakref.WeakKeyDictionary[dist.ProcessGroup, bool] = weakref.WeakKeyDictionary()
+"""Whether the links of a gloo group are slow; groups that ``sharding.links`` has not probed count as fast."""

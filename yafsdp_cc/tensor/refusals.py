@@ -1,0 +1,137 @@
+"""Refuses, or warns of, operations and optimizers that sharded tensors do not suit, with what to type instead."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import traceback
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from yafsdp_cc.engine.param import owner_of
+from yafsdp_cc.engine.state import engine_of
+
+if TYPE_CHECKING:
+    from torch.optim.optimizer import Optimizer
+
+    from yafsdp_cc.engine.layout import ShardSpec
+    from yafsdp_cc.engine.param import FSDPParam
+
+CALL_FULL = "call .full_tensor() for the whole tensor, on every rank"
+STATE_OF_TORCH = (
+    ". Optimizer state that was put in place by hand is sharded otherwise: pass it to optimizer.load_state_dict, whose "
+    "next step converts it"
+)
+
+
+def _instead(spec: ShardSpec) -> str:
+    """Return what to type instead of a refused operation, depending on what is under way when the parameter is read."""
+    owner = owner_of(spec)
+    engine = None if owner is None else engine_of(owner)
+    if owner is None or engine is None:
+        return CALL_FULL
+    group = None if owner.flat is None or owner.flat.group.role == "root" else owner.flat.group
+    if not engine.context.in_forward:
+        unit = "model" if group is None else f"model.get_submodule('{group.name}')"
+        if torch._C._current_graph_task_id() != -1:
+            return (
+                f"a backward runs a part of {unit} again, as activation checkpointing does, and has not come to an "
+                "output of it: a loss is made of an activation that its forward keeps aside. Return that activation "
+                f"from the forward of {unit} along with its output, or keep it from a part that is not checkpointed"
+            )
+        if group is not None and (called := _called_alone(owner)):
+            return (
+                f"'{called}' was called outside of unit '{group.name}', in whose forward alone it has weights: call "
+                f"{unit}, make '{called}' a unit of its own, or call {unit}.unshard() before"
+            )
+        return (
+            "outside of a forward, only operations on each element and reductions take it. For a method that reads it, "
+            f"call yafsdp_cc.register_forward_method({unit}, name); for edits, "
+            "yafsdp_cc.whole_parameters(model, write=True); resize or tie it before shard; of optimizers, take one "
+            "that works element by element, such as AdamW; pass state_dict=yafsdp_cc.full_state_dict(model) to "
+            "save_pretrained, and a Trainer of Transformers to "
+            f"yafsdp_cc.integrations.transformers.accept_sharded_model. Otherwise {CALL_FULL}"
+        )
+    if group is None or group.registered:
+        return (
+            "this forward has it from parameters() or from before. Read it as an attribute of its module, which is "
+            f"whole there, or {CALL_FULL}"
+        )
+    around = "make the model itself a unit too: shard(model, units=[..., model])"
+    if group.role != "edge":
+        around = "name a unit that contains both: shard(model, units=...)"
+    return f"it is whole in the forward of unit '{group.name}' and was read outside. Either {around}, or {CALL_FULL}"
+
+
+def _called_alone(owner: FSDPParam) -> str:
+    """Return the name of the module that holds the parameter if a call of that module is on the stack; else ""."""
+    for frame, _ in traceback.walk_stack(None):
+        if frame.f_code is torch.nn.Module._call_impl.__code__:
+            module = frame.f_locals.get("self")
+            if any(module is holder for holder, _ in owner.sites):
+                return str(owner.spec.name.rpartition(".")[0])
+    return ""
+
+
+def refusal(func: Any, spec: ShardSpec, what: str = "", instead: str = "", also: str = "") -> NotImplementedError:
+    """Return an error that names the operation ``func`` and the parameter, and what to type instead.
+
+    Args:
+        what: what the operation was given, for the message.
+        instead: what to type; "": found from what is under way (``_instead``).
+        also: a further sentence.
+    """
+    name = func._schema.name.replace("::", ".")
+    return NotImplementedError(f"{name}{what} on {spec}: {instead or _instead(spec)}{also}")
+
+
+_READS_ROWS = (
+    " takes means over rows and columns, and here is {}: yafsdp_cc.optim.Adafactor has the arguments of "
+    "torch.optim.Adafactor, and the same steps"
+)
+_REFUSED_OPTIMIZERS = {
+    "torch.Muon": "torch.optim.Muon multiplies whole matrices, and here is {}: pass ownership='matrix' to shard(), or "
+    "to fully_shard() of each block, and take yafsdp_cc.optim.Muon, which has them whole",
+    "torch.Adafactor": f"torch.optim.Adafactor{_READS_ROWS}",
+    "transformers.Adafactor": f"transformers.Adafactor{_READS_ROWS}, with d for clip_threshold and beta2_decay for "
+    "decay_rate",
+    "yafsdp_cc.Adafactor": "",
+}
+"""Message for optimizers that read more than a rank's elements, by package and class."""
+
+_QUANTISES_STATE = (
+    "{optimizer} quantises blocks of its state, which needs plain tensors, and here is {}: give it the shards "
+    "themselves, nn.Parameter(p.to_local()), as in docs/quantised.md, 'Optimizers with quantised state'"
+)
+_QUANTISE_STATE = ("torchao", "bitsandbytes")
+"""Packages whose optimizers read the memory of parameters, or compile their steps for plain tensors."""
+
+
+@functools.cache
+def refusal_of(kind: type[Optimizer]) -> tuple[str, int]:
+    """Return the message that refuses a class of optimizers ("": none), and the least dimensions that it applies to."""
+    if kind.__module__.partition(".")[0] in _QUANTISE_STATE:
+        return _QUANTISES_STATE.replace("{optimizer}", f"{kind.__module__}.{kind.__name__}"), 0
+    names = (f"{base.__module__.partition('.')[0]}.{base.__name__}" for base in kind.__mro__)
+    return next((_REFUSED_OPTIMIZERS[name] for name in names if name in _REFUSED_OPTIMIZERS), ""), 2
+
+
+def warn_of_rounding(optimizer: Optimizer) -> None:
+    """Warn if Adam updates parameters of a dtype that rounds most of its steps away."""
+    if not isinstance(optimizer, (torch.optim.Adam, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax)):
+        return
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        spec: ShardSpec | None = getattr(parameter, "shard_spec", None)
+        if spec is not None and parameter.dtype in (torch.bfloat16, torch.float16):
+            if spec.mesh.get_rank() == 0:
+                logging.getLogger("yafsdp_cc").warning(
+                    "%s updates %s, which is %s: steps below about %s of a weight are lost. Shard the model in fp32, "
+                    "and compute in %s by mp_policy=MixedPrecisionPolicy(param_dtype=...)",
+                    type(optimizer).__name__,
+                    spec,
+                    parameter.dtype,
+                    "1/256" if parameter.dtype == torch.bfloat16 else "1/2048",
+                    parameter.dtype,
+                )
+            return

@@ -1,0 +1,128 @@
+"""Tensors that modules show in place of sharded parameters, and marks on parameters that no optimizer may be made from.
+
+Within a forward a parameter of another unit is a ``CastWhenUsed``. Outside of forwards a gathered weight, where modules
+show one (``tensor.unsharded``), is an ``UnshardedWeight``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.utils._pytree import tree_map_only
+
+if TYPE_CHECKING:
+    from yafsdp_cc.engine.layout import ShardSpec
+
+SHARDED_AS = "_yafsdp_cc_sharded_as"
+"""Attribute of a parameter that was replaced by a sharded one: the sharded one's ``ShardSpec``."""
+
+
+def mark_replaced(parameter: torch.nn.Parameter, spec: ShardSpec) -> None:
+    """Mark ``parameter``, which has no elements any more, as replaced by the one that ``spec`` describes."""
+    parameter.__dict__[SHARDED_AS] = spec
+
+
+UNSHARDED_OF = "_yafsdp_cc_unsharded_of"
+"""Attribute of unsharded weights that modules see outside of forwards: the ``ShardSpec`` of the sharded parameter."""
+
+
+class UnshardedWeight(torch.Tensor):
+    """An unsharded weight that modules show outside of forwards. Writes to it are lost: they are counted or refused."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The weight outside of autograd; unlike those to torch's ``.data``, writes to it are counted."""
+        return self.detach()
+
+    @data.setter
+    def data(self, _: torch.Tensor) -> None:
+        """Refuse: what is assigned would be lost with the gathered weight."""
+        spec: ShardSpec = self.__dict__[UNSHARDED_OF]
+        raise RuntimeError(
+            f"'{spec.name}' shows its gathered weights until the backward or reshard(): what is assigned to its .data "
+            "would be lost with them. Call reshard() of the module before, or write under "
+            "yafsdp_cc.whole_parameters(model, write=True)"
+        )
+
+
+def mark_unsharded(weight: torch.Tensor, spec: ShardSpec) -> None:
+    """Mark ``weight`` as the unsharded form of the parameter of ``spec``, which no optimizer may be made from."""
+    weight.__dict__[UNSHARDED_OF] = spec
+    if type(weight) is torch.Tensor:  # a DTensor of tensor parallelism remains one
+        weight.__class__ = UnshardedWeight
+
+
+def is_unsharded(weight: torch.Tensor) -> bool:
+    """Return whether ``mark_unsharded`` marked ``weight``."""
+    return UNSHARDED_OF in weight.__dict__
+
+
+def sharded_as(parameter: torch.nn.Parameter) -> ShardSpec | None:
+    """Return the spec of the sharded parameter that replaced ``parameter``; None if none did."""
+    spec: ShardSpec | None = parameter.__dict__.get(SHARDED_AS)
+    return spec
+
+
+_LOOKS = {
+    getattr(torch.Tensor, name).__get__ for name in ("dtype", "shape", "device", "layout", "ndim", "is_meta", "is_cpu")
+} | {torch.Tensor.is_floating_point, torch.Tensor.is_complex, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.size}
+"""Functions that read no elements of a tensor."""
+
+
+class CastWhenUsed(DTensor):
+    """A sharded parameter of another unit as a forward sees it, in the dtype that its own unit computes in.
+
+    Reading dtype or shape costs nothing. Any other operation runs on the cast parameter, and gradients flow through it.
+    """
+
+    _parameter: torch.nn.Parameter
+
+    @classmethod
+    def of(cls, parameter: torch.nn.Parameter, dtype: torch.dtype) -> CastWhenUsed:
+        sharded = cast("DTensor", parameter)
+        known = sharded._spec.tensor_meta
+        assert known is not None
+        spec = DTensorSpec(
+            sharded.device_mesh, sharded.placements, tensor_meta=TensorMeta(known.shape, known.stride, dtype)
+        )
+        nothing = torch.empty(0, dtype=dtype, device=sharded._local_tensor.device)
+        shown = cast("CastWhenUsed", DTensor.__new__(cls, nothing, spec, requires_grad=False))
+        shown._parameter = parameter
+        shown._is_param = True  # makes isinstance(shown, nn.Parameter) true
+        return shown
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            if func in _LOOKS:
+                return func(*args, **kwargs)
+        is_attribute = getattr(func, "__name__", "") in ("__get__", "__set__")
+        args, kwargs = tree_map_only(cls, cls._sharded if is_attribute else cls._cast, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def _sharded(self) -> torch.nn.Parameter:
+        return self._parameter
+
+    def _cast(self) -> torch.Tensor:
+        return self._parameter.to(self.dtype)
+
+    def full_tensor(self, **options: Any) -> torch.Tensor:
+        """Return the whole parameter, cast. A collective."""
+        return cast("DTensor", self._cast()).full_tensor(**options)
+
+    def to_local(self, **options: Any) -> torch.Tensor:
+        """Return this rank's elements, cast."""
+        return cast("DTensor", self._cast()).to_local(**options)
+
+    def redistribute(self, *arguments: Any, **options: Any) -> DTensor:
+        """Return the parameter, cast, in another layout."""
+        return cast("DTensor", self._cast()).redistribute(*arguments, **options)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"{self._parameter!r} as {self.dtype}"
