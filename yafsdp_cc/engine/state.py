@@ -655,7 +655,7 @@ def _hook_outputs(
 ) -> Any:
     """Return ``output`` of a module in ``dtype``, with ``hook`` on each tensor that requires a gradient.
 
-    A write in place to a view (``x = block(x).flatten(1)``, ``x += y``) takes the view's node out of the graph, with the
+    A write in place to a view (``x = block(x).flatten(1)``, ``x += y``) takes the view's node out of the graph, and the
     hooks on it: ``hook`` is put on the tensor that is viewed, too, if the forward has made that.
 
     Args:
