@@ -727,6 +727,7 @@ class IterationState:
         self.trains = bool(tensors)
         self.trained, leaves = self.state.replicated.register_unsharded()
         self.anchor, *gated = gate(self, self.state.leaf, *tensors, *leaves)
+        assert self.anchor.grad_fn is not None
         self.first_node = self.anchor.grad_fn._sequence_nr()
         for param, view in zip(self.trained, gated[len(tensors) :], strict=True):
             param.register_unsharded(view)

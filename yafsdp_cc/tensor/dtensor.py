@@ -896,9 +896,29 @@ _SHARDED_AS = "_yafsdp_cc_sharded_as"
 """Attribute of a parameter that was replaced by a sharded one: the sharded one's ``ShardSpec``."""
 
 
+class ReplacedParameter(torch.nn.Parameter):
+    """A parameter that was replaced by a sharded one, as lists of ``parameters()`` from before still have it.
+
+    It has no elements and gets no gradient: its norm, for clipping, or a penalty of it would be 0. Any use is refused.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        spec = next(each.__dict__[_SHARDED_AS] for each in tree_leaves((args, kwargs)) if isinstance(each, cls))
+        raise RuntimeError(
+            f"'{spec.name}' was taken from the model before it was sharded, and has neither elements nor gradients any "
+            "more: take it from model.parameters() after shard(), for optimizers, clipping, penalties and averages"
+        )
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"ReplacedParameter({self.__dict__[_SHARDED_AS]})"
+
+
 def mark_replaced(parameter: torch.nn.Parameter, spec: ShardSpec) -> None:
     """Mark ``parameter``, which has no elements any more, as replaced by the one that ``spec`` describes."""
     parameter.__dict__[_SHARDED_AS] = spec
+    if type(parameter) is torch.nn.Parameter:  # a DTensor or another tensor subclass remains one
+        parameter.__class__ = ReplacedParameter
 
 
 _UNSHARDED_OF = "_yafsdp_cc_unsharded_of"
