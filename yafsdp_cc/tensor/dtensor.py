@@ -1003,8 +1003,8 @@ def follow_optimizers() -> None:
 
     Before a step, an optimizer is refused whose parameters were replaced by sharded ones since it was made: its steps
     would change nothing, silently. Refused are also torch's Muon, and Adafactor of torch or Transformers, on sharded
-    matrices, and optimizers of libraries that quantise blocks of state. State that was loaded as DTensors of rows is
-    sharded like its parameter. Adam on half-precision parameters gets a warning.
+    matrices, and optimizers of libraries that quantise blocks of state. State that was loaded as DTensors of rows, or
+    whole, is sharded like its parameter. Adam on half-precision parameters gets a warning.
     """
 
     seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -1035,7 +1035,8 @@ def follow_optimizers() -> None:
         if optimizer not in seen:
             seen.add(optimizer)
             _warn_of_rounding(optimizer)
-        if any(type(value) is DTensor for value in next(iter(optimizer.state.values()), {}).values()):
+        first = next((each for each in optimizer.state if isinstance(each, FlatDTensor)), None)
+        if first is not None and _sharded_otherwise(optimizer, first):
             _shard_alike(optimizer)
         begun[optimizer] = {flat: flat.version for engine in engines for flat in engine.flats}
 
@@ -1097,10 +1098,32 @@ def _warn_of_rounding(optimizer: Optimizer) -> None:
             return
 
 
+_NUMBERS = ("step", "mu_product", "eta", "mu")
+"""Names of the state of torch's optimizers that is one number, whatever the shape of the parameter."""
+
+
+def _sharded_otherwise(optimizer: Optimizer, parameter: torch.Tensor) -> list[str]:
+    """Return the names of the state of ``parameter`` that ``load_state_dict`` has brought as rows or as whole tensors.
+
+    Whole tensors, of the optimizer of a plain model, are known as such only where the steps are torch's own and
+    element-wise: others may keep whole tensors.
+    """
+    kind = type(optimizer)
+    is_elementwise = kind.__module__.startswith("torch.optim.") and kind is not torch.optim.LBFGS
+    kinds = (DTensor, torch.Tensor) if is_elementwise else (DTensor,)
+    return [
+        name
+        for name, value in optimizer.state[parameter].items()
+        if type(value) in kinds and name not in _NUMBERS and value.shape == parameter.shape
+    ]
+
+
 def _shard_alike(optimizer: Optimizer) -> None:
-    """Shard optimizer state like its parameter where ``distribute_tensor(full, p.device_mesh, p.placements)`` made
-    rows."""
+    """Shard optimizer state like its parameter where it was loaded as rows or as whole tensors.
+
+    Rows are those that ``distribute_tensor(full, p.device_mesh, p.placements)`` makes.
+    """
     for parameter, state in optimizer.state.items():
-        for name, value in state.items() if isinstance(parameter, FlatDTensor) else ():
-            if type(value) is DTensor and value.shape == parameter.shape:
-                state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+        if isinstance(parameter, FlatDTensor):
+            for name in _sharded_otherwise(optimizer, parameter):
+                state[name] = torch.empty_like(parameter, dtype=state[name].dtype).copy_(state[name])
