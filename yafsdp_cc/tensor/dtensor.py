@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._library import simple_registry
 from torch._prims_common import infer_size, make_contiguous_strides_for
 from torch.autograd.function import once_differentiable
@@ -1053,8 +1054,29 @@ def follow_optimizers() -> None:
             if flat.version != version:
                 flat.all_gather.stepped(version, flat.version)
 
-    register_optimizer_step_pre_hook(before)
-    register_optimizer_step_post_hook(after)
+    register_optimizer_step_pre_hook(_uncompiled(before))
+    register_optimizer_step_post_hook(_uncompiled(after))
+
+
+def _uncompiled(hook: Callable[[Optimizer, Any, Any], None]) -> Callable[[Optimizer, Any, Any], None]:
+    """Return a hook on steps that stays out of compiled steps, and refuses those of sharded parameters."""
+    disabled: Callable[[Optimizer, Any, Any], None] = torch.compiler.disable(hook)
+
+    def call(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if get_eval_frame_callback() is None:
+            hook(optimizer, args, kwargs)
+            return
+        every = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        sharded = next((parameter for parameter in every if isinstance(parameter, FlatDTensor)), None)
+        if sharded is not None:
+            raise NotImplementedError(
+                f"torch.compile of the steps of this {type(optimizer).__name__}, over {sharded.shard_spec}: torch "
+                "compiles no operations on flat ranges. Leave the step uncompiled: foreach=True and fused=True take "
+                "few kernels"
+            )
+        disabled(optimizer, args, kwargs)
+
+    return cast("Callable[[Optimizer, Any, Any], None]", torch._dynamo.decorators.skip(call))
 
 
 def _written_by(optimizer: Optimizer) -> set[FlatParam]:
