@@ -271,6 +271,24 @@ def test_parameters_from_before_they_were_sharded() -> None:
     assert "0.weight" in repr(before[0])
 
 
+@pytest.mark.parametrize("again", [False, True])
+@ranks(2)
+def test_an_optimizer_of_shards_that_are_no_more(again: bool) -> None:
+    """Its steps would change nothing, also where the model is sharded once more."""
+    model = _linears()
+    yafsdp_cc.shard(model, units=[nn.Linear])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(2, 32)).sum().backward()
+    optimizer.step()
+    yafsdp_cc.unshard_model(model)
+    if again:
+        yafsdp_cc.shard(model, units=[nn.Linear])
+    model(torch.ones(2, 32)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"holds the shard of '0.weight', whose model is plain again.*anew"):
+        optimizer.step()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
 class Registered(nn.Linear):
     """A class that has a register of the classes derived from it, each under a name that it must give."""
 

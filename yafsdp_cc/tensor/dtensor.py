@@ -908,7 +908,7 @@ class ReplacedParameter(torch.nn.Parameter):
         spec = next(each.__dict__[_SHARDED_AS] for each in tree_leaves((args, kwargs)) if isinstance(each, cls))
         raise RuntimeError(
             f"'{spec.name}' was taken from the model before it was sharded, and has neither elements nor gradients any "
-            "more: take it from model.parameters() after shard(), for optimizers, clipping, penalties and averages"
+            "more: take it from model.parameters() after shard(), or in a forward as an attribute of its module"
         )
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -1023,6 +1023,11 @@ def follow_optimizers() -> None:
                 if is_ours and isinstance(parameter, FlatDTensor):
                     spec, local = parameter.shard_spec, parameter._local_tensor
                     check_plain(spec, local, name, "its steps have to be its class's own operations, as of torch.optim")
+                if isinstance(parameter, FlatDTensor) and _is_left_over(parameter.shard_spec):
+                    raise RuntimeError(
+                        f"this {name} holds the shard of '{parameter.shard_spec.name}', whose model is plain again, by "
+                        "unshard_model(), or gone: make the optimizer anew, from model.parameters()"
+                    )
                 if (spec := parameter.__dict__.get(_SHARDED_AS)) is not None:
                     raise RuntimeError(
                         f"this {name} was made before '{spec.name}' was sharded and holds the "
@@ -1077,6 +1082,15 @@ def _uncompiled(hook: Callable[[Optimizer, Any, Any], None]) -> Callable[[Optimi
         disabled(optimizer, args, kwargs)
 
     return cast("Callable[[Optimizer, Any, Any], None]", torch._dynamo.decorators.skip(call))
+
+
+def _is_left_over(spec: ShardSpec) -> bool:
+    """Return whether the model of a sharded parameter has become plain since, or is gone."""
+    owner = owner_of(spec)
+    if owner is None:
+        return spec.owner is not None
+    engine = engine_of(owner)
+    return (engine is None or engine.retired) and not owner.is_held
 
 
 def _written_by(optimizer: Optimizer) -> set[FlatParam]:
