@@ -83,9 +83,12 @@ def test_state_of_a_plain_model_s_optimizer_is_loaded(kind: str) -> None:
             square(model, mine(inputs(step=step))).backward()
         for name, parameter in plain.named_parameters():
             parameter.grad = truth[name]
+        state = dict(optimizers[0].state[model.linear.weight])
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
+        if step == 3:  # converted once
+            assert all(value is optimizers[0].state[model.linear.weight][name] for name, value in state.items())
     same_weights(model, plain, within=1e-6)
 
 

@@ -1145,12 +1145,12 @@ def _sharded_otherwise(optimizer: Optimizer, parameter: torch.Tensor) -> list[st
     element-wise: others may keep whole tensors.
     """
     kind = type(optimizer)
-    is_elementwise = kind.__module__.startswith("torch.optim.") and kind is not torch.optim.LBFGS
-    kinds = (DTensor, torch.Tensor) if is_elementwise else (DTensor,)
+    takes_whole = kind.__module__.startswith("torch.optim.") and kind is not torch.optim.LBFGS
     return [
         name
         for name, value in optimizer.state[parameter].items()
-        if type(value) in kinds and name not in _NUMBERS and value.shape == parameter.shape
+        if (type(value) is DTensor or (takes_whole and type(value) is torch.Tensor and name not in _NUMBERS))
+        and value.shape == parameter.shape
     ]
 
 
