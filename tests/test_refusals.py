@@ -7,7 +7,7 @@ import io
 import pickle
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import pytest
@@ -241,6 +241,70 @@ def test_embeddings_that_renormalise_themselves() -> None:
     model = nn.Sequential(nn.Embedding(64, 32, max_norm=1.0), nn.Linear(32, 32), nn.Linear(32, 32))
     with pytest.raises(ValueError, match=r"'0' has max_norm=1.0.*whole_parameters"):
         yafsdp_cc.shard(model, units=[nn.Linear])
+
+
+@ranks(2)
+def test_scripted_modules() -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.Sequential(torch.jit.script(nn.Linear(32, 32))))
+    with pytest.raises(ValueError, match=r"'1.0' is a ScriptModule.*leave it a module of Python"):
+        yafsdp_cc.shard(model, units=[model[1]])
+
+
+@ranks(2)
+def test_parameters_from_before_they_were_sharded() -> None:
+    """A list that was made too early clips nothing and penalises nothing, which nobody would notice."""
+    model = _linears()
+    before = list(model.parameters())
+    yafsdp_cc.shard(model, units=[nn.Linear])
+    model(torch.ones(2, 32)).sum().backward()
+    said = r"'0.weight' was taken from the model before it was sharded.*from model.parameters\(\) after shard"
+    uses: list[Callable[[], Any]] = [
+        lambda: torch.nn.utils.clip_grad_norm_(before, 1.0),
+        lambda: sum(parameter.square().sum() for parameter in before),
+        lambda: torch._foreach_norm(before),
+        lambda: sum(parameter.numel() for parameter in before),
+        lambda: torch.optim.SGD(before).zero_grad(),
+    ]
+    for use in uses:
+        with pytest.raises(RuntimeError, match=said):
+            use()
+    assert "0.weight" in repr(before[0])
+
+
+@pytest.mark.parametrize("again", [False, True])
+@ranks(2)
+def test_an_optimizer_of_shards_that_are_no_more(again: bool) -> None:
+    """Its steps would change nothing, also where the model is sharded once more."""
+    model = _linears()
+    yafsdp_cc.shard(model, units=[nn.Linear])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(2, 32)).sum().backward()
+    optimizer.step()
+    yafsdp_cc.unshard_model(model)
+    if again:
+        yafsdp_cc.shard(model, units=[nn.Linear])
+    model(torch.ones(2, 32)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"holds the shard of '0.weight', whose model is plain again.*anew"):
+        optimizer.step()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+class Registered(nn.Linear):
+    """A class that has a register of the classes derived from it, each under a name that it must give."""
+
+    classes: ClassVar[list[type]] = []
+
+    def __init_subclass__(cls, *, name: str) -> None:
+        cls.classes.append(cls)
+
+
+@ranks(2)
+def test_the_class_of_a_sharded_module_is_in_no_register_of_its_own() -> None:
+    model = nn.Sequential(Registered(32, 32), Registered(32, 32))
+    yafsdp_cc.shard(model, units=[Registered])
+    model(torch.ones(2, 32)).sum().backward()
+    assert isinstance(model[0], Registered)
+    assert not Registered.classes
 
 
 @ranks(2)

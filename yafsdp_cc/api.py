@@ -735,6 +735,12 @@ def _owned_params(modules: tuple[nn.Module, ...], ignored: Collection[nn.Paramet
     """Return the parameters of ``modules``, each once, without those of modules that are sharded already."""
     found: dict[nn.Parameter, OwnedParameter] = {}
     for module in modules:
+        for name, parameter in module.named_parameters():
+            if sharded_as(parameter) is not None:
+                raise ValueError(
+                    f"'{name}' is tied to a parameter of a module that was sharded before: gather both together, "
+                    "fully_shard([one, other])"
+                )
         for owned, paths in find_parameters(module, ignored).items():
             if all(any(spec_of(each) is not None for each in path) for path in paths):
                 continue
@@ -742,11 +748,6 @@ def _owned_params(modules: tuple[nn.Module, ...], ignored: Collection[nn.Paramet
                 raise ValueError(
                     f"'{owned.name}' of this {type(module).__name__} was sharded by a call on a module around it: call "
                     "fully_shard on the inner modules first, on tied ones together, fully_shard([one, other])"
-                )
-            if sharded_as(owned.parameter) is not None:
-                raise ValueError(
-                    f"'{owned.name}' is tied to a parameter of a module that was sharded before: gather both together, "
-                    "fully_shard([one, other])"
                 )
             known = found.get(owned.held)
             sites = (*known.sites, *owned.sites) if known is not None else owned.sites

@@ -1,4 +1,4 @@
-"""Compiled forwards."""
+"""Compiled forwards, and compiled steps of optimizers."""
 
 from __future__ import annotations
 
@@ -60,3 +60,20 @@ def test_a_model_compiled_as_a_whole() -> None:
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
             agrees(compiled, plain, mine(inputs()))
+
+
+@ranks(2)
+def test_a_compiled_step_is_that_of_plain_parameters_or_refused_by_name() -> None:
+    """Hooks on steps are on those of every optimizer of the process."""
+    model, plain = twins(stack)
+    optimizer, other = sgd(model, plain)
+    for each in (model, plain):
+        square(each, mine(inputs())).backward()
+    weight: Any = next(plain.parameters())
+    expected = weight.detach() - 0.1 * weight.grad
+    torch.compile(other.step, backend="eager")()
+    torch.testing.assert_close(weight.detach(), expected)
+    for step in (optimizer.step, lambda: optimizer.step()):
+        with pytest.raises(NotImplementedError, match=r"the steps of this SGD, over '0\..*uncompiled"):
+            torch.compile(step, backend="eager")()
+    optimizer.step()

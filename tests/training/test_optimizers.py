@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
-from tests.models import CASES, Mlp, Transformer, next_token
+from tests.models import CASES, WIDTH, Mlp, Transformer, next_token
 from tests.ranks import on_ranks, ranks
 from tests.twins import inputs, means, mine, same_gradients, same_weights, sgd, square, twins, whole
 
@@ -52,6 +53,43 @@ def _optimizer(kind: str, form: dict[str, Any]) -> None:
             optimizer.step()
             optimizer.zero_grad(set_to_none=step % 2 == 0)
         same_weights(model, plain, within=2e-5)
+
+
+class Scaled(nn.Module):
+    """Has a parameter without dimensions, as is a temperature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear(x) * self.scale
+        return out
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "SGD", "Adagrad", "RMSprop", "NAdam", "RAdam", "Adamax", "Adadelta", "ASGD"])
+@ranks(2)
+def test_state_of_a_plain_model_s_optimizer_is_loaded(kind: str) -> None:
+    """Training goes on from the checkpoint of a single process, in the way of torch: two ``load_state_dict``."""
+    model, plain = twins(Scaled, units=[nn.Linear])
+    more = {"momentum": 0.9} if kind == "SGD" else {}
+    optimizers = [getattr(torch.optim, kind)(each.parameters(), lr=0.01, **more) for each in (model, plain)]
+    for step in range(4):
+        truth = means(plain, square, inputs(step=step))
+        if step == 2:
+            model.load_state_dict(plain.state_dict())
+            optimizers[0].load_state_dict(copy.deepcopy(optimizers[1].state_dict()))
+        if step >= 2:
+            square(model, mine(inputs(step=step))).backward()
+        for name, parameter in plain.named_parameters():
+            parameter.grad = truth[name]
+        state = dict(optimizers[0].state[model.linear.weight])
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        if step == 3:  # converted once
+            assert all(value is optimizers[0].state[model.linear.weight][name] for name, value in state.items())
+    same_weights(model, plain, within=1e-6)
 
 
 def _groups(model: nn.Module, decays: bool) -> list[dict[str, Any]]:

@@ -97,6 +97,51 @@ def test_inputs_views_and_outputs_changed_in_place() -> None:
     trains_on(model, plain, square, [inputs(step=step) for step in range(2)], within=1e-6)
 
 
+class Flattening(nn.Module):
+    """Returns a view of what it computes, as patch embeddings do, and one of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.down(torch.tanh(self.up(x)))
+        return y.unsqueeze(1).flatten(1), x.unsqueeze(1)
+
+
+class Flattened(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Flattening() for _ in range(5))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        start = x
+        for block in self.blocks:
+            y, same = block(x)
+            y[:, 0].mul_(2.0)
+            y += same.squeeze(1)
+            x = y
+        return x.unsqueeze(0), start.unsqueeze(0)
+
+
+@ranks(2)
+def test_outputs_that_are_views_changed_in_place() -> None:
+    def loss(model: Any, x: Tensor) -> Tensor:
+        y, same = model(2 * x)
+        y += 1.0
+        total: Tensor = (y * same).square().mean()
+        return total
+
+    model, plain = twins(Flattened, units=[Flattening])
+    trains_on(model, plain, loss, [inputs(step=step) for step in range(2)], within=1e-6)
+    batches = inputs(step=3)
+    for batch in batches:
+        batch.requires_grad_()
+    gradients = [torch.autograd.grad(loss(each, mine(batches)), mine(batches)) for each in (model, plain)]
+    torch.testing.assert_close(*gradients)
+    trains_on(model, plain, loss, [batches], within=1e-6)
+
+
 class Wrapped:
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor

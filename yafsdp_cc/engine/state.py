@@ -254,7 +254,8 @@ class FSDPState(_ModelStep):
         if iteration is None:
             return convert_tensors(output, self._output_dtype)
         self.end_iteration()
-        return _hook_outputs(output, self._output_dtype, iteration.pre_backward if iteration.has_gate else None)
+        hook = iteration.pre_backward if iteration.has_gate else None
+        return _hook_outputs(output, self._output_dtype, hook, iteration.first_node)
 
     def drop_interrupted(self) -> None:
         """Reset if an interrupt, of which no hook of a module learns, has ended the forward under way."""
@@ -392,12 +393,13 @@ class FSDPState(_ModelStep):
             self.enter_backward().keep_recomputed(group, unsharded)
             return convert_tensors(output, dtype)
         group.register_sharded()
-        hook = None
+        hook, first_node = None, 0
         if (call := entered.call) is not None:
             call.last = len(call.iteration.calls) - 1
             # The hook keeps the iteration alive: the graph may outlive every other reference to the iteration.
             hook = partial(call.pre_backward, call.iteration)
-        output = _hook_outputs(output, dtype, hook, unsharded.buffer.address)
+            first_node = call.iteration.first_node
+        output = _hook_outputs(output, dtype, hook, first_node, unsharded.buffer.address)
         group.release(unsharded)
         if not group.spec.settings.keeps_after_forward:
             group.release_held()
@@ -645,11 +647,19 @@ class GroupForward(NamedTuple):
 
 
 def _hook_outputs(
-    output: Any, dtype: torch.dtype | None, hook: Callable[[Tensor], None] | None, address: int | None = None
+    output: Any,
+    dtype: torch.dtype | None,
+    hook: Callable[[Tensor], None] | None,
+    first_node: int,
+    address: int | None = None,
 ) -> Any:
     """Return ``output`` of a module in ``dtype``, with ``hook`` on each tensor that requires a gradient.
 
+    A write in place to a view (``x = block(x).flatten(1)``, ``x += y``) takes the view's node out of the graph, and the
+    hooks on it: ``hook`` is put on the tensor that is viewed, too, if the forward has made that.
+
     Args:
+        first_node: autograd's number of the first node of the forward of the root.
         address: address of a weight buffer, which will be refilled: outputs that are views of it are copied.
     """
     if dtype is None and hook is None and address is None:
@@ -662,6 +672,9 @@ def _hook_outputs(
         tensor = tensor if dtype is None else convert(tensor, dtype)
         if hook is not None and tensor.requires_grad:
             tensor.register_hook(hook)
+            viewed = tensor._base
+            if viewed is not None and viewed.grad_fn is not None and viewed.grad_fn._sequence_nr() >= first_node:
+                viewed.register_hook(hook)
         return tensor
 
     return map_tensors(output, finish)
@@ -693,6 +706,8 @@ class IterationState:
         self._next = 0
         self.anchor: Tensor | None = None
         """Input of every group's gate, so that the backward runs the root gate after all of them."""
+        self.first_node = 0
+        """autograd's number of the root gate: nodes that a forward makes have rising numbers."""
         self._stream = state.context.gather_stream.caller()
 
     def on_backward_stream(self, make_gate: Callable[[], Any]) -> Any:
@@ -712,6 +727,8 @@ class IterationState:
         self.trains = bool(tensors)
         self.trained, leaves = self.state.replicated.register_unsharded()
         self.anchor, *gated = gate(self, self.state.leaf, *tensors, *leaves)
+        assert self.anchor.grad_fn is not None
+        self.first_node = self.anchor.grad_fn._sequence_nr()
         for param, view in zip(self.trained, gated[len(tensors) :], strict=True):
             param.register_unsharded(view)
         return list(gated[: len(tensors)])
@@ -842,6 +859,7 @@ class GroupCall:
         iteration = self.iteration
         state = iteration.state
         backward = state.reach(iteration)
+        backward.reached.add(self)  # an output may be a view of an input, whose hook runs behind this gate
         backward.end_calls(iteration, self.index)
         state.check_flow(f"unit '{self.group.name}'", grads)
         buffer, is_begun = self.unsharded.buffer, any(self in each.begun for each in state.backwards)
@@ -918,7 +936,7 @@ class Backward:
         self.wants_grads = wants_grads
         self.reduces = reduces
         self.reached: set[GroupCall] = set()
-        """Forwards of groups (``GroupCall``) of which this backward has reached an output."""
+        """Forwards of groups (``GroupCall``) of which this backward has reached an output, or the gate."""
         self.begun: dict[GroupCall, BegunCall] = {}
         """Forwards of groups (``GroupCall``) whose backward has begun and not ended in this run of autograd."""
         self.recomputed: dict[ParamGroup, list[UnshardedParams]] = {}

@@ -92,6 +92,9 @@ class ShardedModule(FSDPModule, nn.Module):
 
     _orig_cls_mro_index = 3  # [FSDP<Own>, ShardedModule, FSDPModule, Own, ...]
 
+    def __init_subclass__(cls) -> None:
+        """Keep ``__init_subclass__`` of the module's own class, a registry perhaps, from running for ``FSDP<Own>``."""
+
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
         """Refuse ``DistributedDataParallel``, whose constructor reads this first: it would train without a word."""

@@ -128,7 +128,7 @@ def _flat_param(
     else:
         layout = row_layout(owned[0].parameter.shape, world)
     keeps_class = extension is not None and extension.subclass.keeps_class
-    dtype, is_meta = owned[0].parameter.dtype, owned[0].parameter.is_meta
+    dtype, summed, is_meta = owned[0].parameter.dtype, owned[0].parameter.grad_dtype, owned[0].parameter.is_meta
     if keeps_class:
         rows = -(-owned[0].parameter.shape[0] // world)
         chunk = owned[0].parameter.detach().new_zeros((rows, *owned[0].parameter.shape[1:]))
@@ -151,7 +151,6 @@ def _flat_param(
         params.append(param)
     is_cast = dtype.is_floating_point and not holds_bytes(params[0])
     compute = policy.param_dtype or dtype if is_cast else dtype
-    summed = owned[0].parameter.grad_dtype
     reduce = policy.reduce_dtype or (compute if summed in (None, dtype) else summed)
     divisor = Divisor(info.mesh.size(), info.device)
     if extension is not None:

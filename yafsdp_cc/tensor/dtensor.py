@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._prims_common import make_contiguous_strides_for
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -613,8 +614,8 @@ def follow_optimizers() -> None:
 
     Before a step, an optimizer is refused whose parameters were replaced by sharded ones since it was made: its steps
     would change nothing, silently. Refused are also torch's Muon, and Adafactor of torch or Transformers, on sharded
-    matrices, and optimizers of libraries that quantise blocks of state. State that was loaded as DTensors of rows is
-    sharded like its parameter. Adam on half-precision parameters gets a warning.
+    matrices, and optimizers of libraries that quantise blocks of state. State that was loaded as DTensors of rows, or
+    whole, is sharded like its parameter. Adam on half-precision parameters gets a warning.
     """
 
     seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -632,6 +633,11 @@ def follow_optimizers() -> None:
                 if is_ours and isinstance(parameter, FlatDTensor):
                     spec, local = parameter.shard_spec, parameter._local_tensor
                     check_plain(spec, local, name, "its steps have to be its class's own operations, as of torch.optim")
+                if isinstance(parameter, FlatDTensor) and _is_left_over(parameter.shard_spec):
+                    raise RuntimeError(
+                        f"this {name} holds the shard of '{parameter.shard_spec.name}', whose model is plain again, by "
+                        "unshard_model(), or gone: make the optimizer anew, from model.parameters()"
+                    )
                 if (spec := parameter.__dict__.get(SHARDED_AS)) is not None:
                     raise RuntimeError(
                         f"this {name} was made before '{spec.name}' was sharded and holds the "
@@ -645,7 +651,8 @@ def follow_optimizers() -> None:
         if optimizer not in seen:
             seen.add(optimizer)
             warn_of_rounding(optimizer)
-        if any(type(value) is DTensor for value in next(iter(optimizer.state.values()), {}).values()):
+        first = next((each for each in optimizer.state if isinstance(each, FlatDTensor)), None)
+        if first is not None and _sharded_otherwise(optimizer, first):
             _shard_alike(optimizer)
         flats = [flat for engine in engines for flat in engine.flats]
         begun[optimizer] = {flat: flat.version for flat in flats}
@@ -662,8 +669,38 @@ def follow_optimizers() -> None:
             if flat.all_gather.builds_on_held and flat.version != version:
                 flat.all_gather.stepped(version, flat.version)
 
-    register_optimizer_step_pre_hook(before)
-    register_optimizer_step_post_hook(after)
+    register_optimizer_step_pre_hook(_uncompiled(before))
+    register_optimizer_step_post_hook(_uncompiled(after))
+
+
+def _uncompiled(hook: Callable[[Optimizer, Any, Any], None]) -> Callable[[Optimizer, Any, Any], None]:
+    """Return a hook on steps that stays out of compiled steps, and refuses those of sharded parameters."""
+    disabled: Callable[[Optimizer, Any, Any], None] = torch.compiler.disable(hook)
+
+    def call(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if get_eval_frame_callback() is None:
+            hook(optimizer, args, kwargs)
+            return
+        every = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        sharded = next((parameter for parameter in every if isinstance(parameter, FlatDTensor)), None)
+        if sharded is not None:
+            raise NotImplementedError(
+                f"torch.compile of the steps of this {type(optimizer).__name__}, over {sharded.shard_spec}: torch "
+                "compiles no operations on flat ranges. Leave the step uncompiled: foreach=True and fused=True take "
+                "few kernels"
+            )
+        disabled(optimizer, args, kwargs)
+
+    return cast("Callable[[Optimizer, Any, Any], None]", torch._dynamo.decorators.skip(call))
+
+
+def _is_left_over(spec: ShardSpec) -> bool:
+    """Return whether the model of a sharded parameter has become plain since, or is gone."""
+    owner = owner_of(spec)
+    if owner is None:
+        return spec.owner is not None
+    engine = engine_of(owner)
+    return (engine is None or engine.retired) and not owner.is_held
 
 
 def _written_by(optimizer: Optimizer) -> dict[FlatParam, FSDPState]:
@@ -688,10 +725,32 @@ def _written_by(optimizer: Optimizer) -> dict[FlatParam, FSDPState]:
     return {flat: state for flat in written if (state := engine_of(flat.params[0])) is not None}
 
 
+_NUMBERS = ("step", "mu_product", "eta", "mu")
+"""Names of the state of torch's optimizers that is one number, whatever the shape of the parameter."""
+
+
+def _sharded_otherwise(optimizer: Optimizer, parameter: torch.Tensor) -> list[str]:
+    """Return the names of the state of ``parameter`` that ``load_state_dict`` has brought as rows or as whole tensors.
+
+    Whole tensors, of the optimizer of a plain model, are known as such only where the steps are torch's own and
+    element-wise: others may keep whole tensors.
+    """
+    kind = type(optimizer)
+    takes_whole = kind.__module__.startswith("torch.optim.") and kind is not torch.optim.LBFGS
+    return [
+        name
+        for name, value in optimizer.state[parameter].items()
+        if (type(value) is DTensor or (takes_whole and type(value) is torch.Tensor and name not in _NUMBERS))
+        and value.shape == parameter.shape
+    ]
+
+
 def _shard_alike(optimizer: Optimizer) -> None:
-    """Shard optimizer state like its parameter where ``distribute_tensor(full, p.device_mesh, p.placements)`` made
-    rows."""
+    """Shard optimizer state like its parameter where it was loaded as rows or as whole tensors.
+
+    Rows are those that ``distribute_tensor(full, p.device_mesh, p.placements)`` makes.
+    """
     for parameter, state in optimizer.state.items():
-        for name, value in state.items() if isinstance(parameter, FlatDTensor) else ():
-            if type(value) is DTensor and value.shape == parameter.shape:
-                state[name] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+        if isinstance(parameter, FlatDTensor):
+            for name in _sharded_otherwise(optimizer, parameter):
+                state[name] = torch.empty_like(parameter, dtype=state[name].dtype).copy_(state[name])

@@ -6,12 +6,12 @@ show one (``tensor.unsharded``), is an ``UnshardedWeight``.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 if TYPE_CHECKING:
     from yafsdp_cc.engine.layout import ShardSpec
@@ -20,9 +20,29 @@ SHARDED_AS = "_yafsdp_cc_sharded_as"
 """Attribute of a parameter that was replaced by a sharded one: the sharded one's ``ShardSpec``."""
 
 
+class ReplacedParameter(torch.nn.Parameter):
+    """A parameter that was replaced by a sharded one, as lists of ``parameters()`` from before still have it.
+
+    It has no elements and gets no gradient: its norm, for clipping, or a penalty of it would be 0. Any use is refused.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        spec = next(each.__dict__[SHARDED_AS] for each in tree_leaves((args, kwargs)) if isinstance(each, cls))
+        raise RuntimeError(
+            f"'{spec.name}' was taken from the model before it was sharded, and has neither elements nor gradients any "
+            "more: take it from model.parameters() after shard(), or in a forward as an attribute of its module"
+        )
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"ReplacedParameter({self.__dict__[SHARDED_AS]})"
+
+
 def mark_replaced(parameter: torch.nn.Parameter, spec: ShardSpec) -> None:
     """Mark ``parameter``, which has no elements any more, as replaced by the one that ``spec`` describes."""
     parameter.__dict__[SHARDED_AS] = spec
+    if type(parameter) is torch.nn.Parameter:  # a DTensor or another tensor subclass remains one
+        parameter.__class__ = ReplacedParameter
 
 
 UNSHARDED_OF = "_yafsdp_cc_unsharded_of"
