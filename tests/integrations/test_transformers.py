@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 
 import yafsdp_cc
@@ -98,6 +99,32 @@ def test_evaluation_and_the_best_checkpoint(tmp_path: Path) -> None:
     plain.load_state_dict(whole(model), strict=False)
     with torch.no_grad():  # of the weights that the ranks have loaded together
         assert _loss(plain, tokens).item() == pytest.approx(min(said), rel=1e-5)
+
+
+@ranks(2)
+def test_smoothed_labels_are_those_of_the_next_token() -> None:
+    as_launched()
+    plain, model, data = _llama(), yafsdp_cc.shard(_llama()), _data()
+    trainer = _trainer(model, data, label_smoothing_factor=0.1, max_steps=1, logging_steps=1, save_strategy="no")
+    trainer.train()
+    tokens = torch.stack([row["input_ids"] for row in data[:8]])
+    with torch.no_grad():
+        logits, labels = plain(input_ids=tokens).logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()
+    loss = F.cross_entropy(logits, labels, label_smoothing=0.1)
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(loss.item(), rel=1e-4)
+
+
+@ranks(2)
+def test_an_evaluation_before_and_after_training_with_a_metrics_callback(tmp_path: Path) -> None:
+    from yafsdp_cc.integrations.transformers import metrics_callback
+
+    as_launched()
+    trainer = _trainer(yafsdp_cc.shard(_llama()), _data(), max_steps=1, logging_steps=1, save_strategy="no")
+    trainer.add_callback(metrics_callback(tmp_path))
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] < before
+    assert [x for x, _ in read_run(tmp_path / "metrics.jsonl").curve("loss")] == [1]
 
 
 @ranks(2)

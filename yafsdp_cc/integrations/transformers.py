@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
 
+from yafsdp_cc.fsdp2.module import class_of
 from yafsdp_cc.integrations.accelerate import accept_sharded
 from yafsdp_cc.tools.metrics import Metrics
 
@@ -39,6 +40,8 @@ def accept_sharded_model(trainer: AnyTrainer) -> AnyTrainer:
             _generate_together(model)
 
     _generate_together(trainer.model)
+    # Label smoothing shifts the labels of models that it knows by this name, and no others.
+    trainer.model.__dict__["_get_name"] = functools.partial(str, class_of(trainer.model).__name__)
     trainer.add_callback(KeepGenerate())
     save = trainer.save_model
 
@@ -73,21 +76,28 @@ def metrics_callback(folder: str | Path, **options: Any) -> TrainerCallback:
     from transformers import TrainerCallback
 
     class WriteMetrics(TrainerCallback):  # type: ignore[misc]
+        metrics: Metrics | None = None
+        """None before training, where ``evaluate`` logs, too."""
+
         def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **_: Any) -> None:
             made = {"first_step": state.global_step, "total_steps": state.max_steps, "every": 0}
             self.metrics = Metrics(model, folder, **options | made)
 
         def on_step_end(self, *_: object, **__: object) -> None:
+            assert self.metrics is not None
             self.metrics.step()
 
         def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
             figures = {name: value for name, value in logs.items() if isinstance(value, (int, float))}
+            if self.metrics is None:
+                return
             if "loss" in figures:
                 self.metrics.report(**figures)
             elif "eval_loss" in figures:
                 self.metrics.record(val_loss=figures.pop("eval_loss"), **figures)
 
         def on_train_end(self, *_: object, **__: object) -> None:
+            assert self.metrics is not None
             self.metrics.close()
 
     return WriteMetrics()
