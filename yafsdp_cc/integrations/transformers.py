@@ -37,9 +37,9 @@ def accept_sharded_model(trainer: AnyTrainer) -> AnyTrainer:
         """Restore ``generate`` after the Trainer has replaced it by one for FSDP2, which needs FSDP2's own state."""
 
         def on_train_begin(self, *_: object, model: nn.Module, **__: object) -> None:
-            _generate_together(model)
+            _run_together(model)
 
-    _generate_together(trainer.model)
+    _run_together(trainer.model)
     # Label smoothing shifts the labels of models that it knows by this name, and no others.
     trainer.model.__dict__["_get_name"] = functools.partial(str, class_of(trainer.model).__name__)
     trainer.add_callback(KeepGenerate())
@@ -58,11 +58,14 @@ def accept_sharded_model(trainer: AnyTrainer) -> AnyTrainer:
     return trainer
 
 
-def _generate_together(model: Any) -> None:
-    """Make ``model.generate`` call the model equally often on every rank, as its all-gathers require."""
+def _run_together(model: nn.Module) -> None:
+    """Make ``generate`` and layers that are left out at random call the model's units equally often on every rank.
+
+    Transformers looks for this attribute of a module, ``Seq2SeqTrainer`` and ``generate`` at the model's.
+    """
     model.__dict__.pop("generate", None)
-    if hasattr(model, "generate"):
-        model.__dict__["generate"] = functools.partial(model.generate, synced_gpus=True)
+    for module in model.modules():
+        module.__dict__["_is_fsdp_managed_module"] = True
 
 
 def metrics_callback(folder: str | Path, **options: Any) -> TrainerCallback:
