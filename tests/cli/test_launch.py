@@ -574,6 +574,46 @@ def test_ctrl_c_ends_a_launcher_that_waits_for_another_node(tmp_path: Path, node
         assert process.returncode == 130
 
 
+@pytest.mark.parametrize("method", ["fork", also("spawn")])
+def test_a_run_under_nohup_outlives_its_terminal(tmp_path: Path, method: str) -> None:
+    body = """
+import signal
+say('ready')
+while not os.path.exists('hung up'): time.sleep(0.05)
+say('went on')
+"""
+    words = ["nohup", sys.executable, "-m", "yafsdp_cc", *TWO, f"--start-method={method}", alone(tmp_path, body)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(words, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        wait_for_line(process, "ready")
+        process.send_signal(signal.SIGHUP)
+        time.sleep(0.5)  # the launcher looks at its signals ten times a second
+        (tmp_path / "hung up").touch()
+        out, _ = process.communicate(timeout=60)
+        assert (process.returncode, out) == (0, "went on\n")
+
+
+@pytest.mark.parametrize("method", ["fork", also("spawn")])
+def test_a_script_reads_and_starts_processes_as_by_itself(tmp_path: Path, method: str) -> None:
+    (tmp_path / "train.py").write_text("""
+import multiprocessing, sys
+class Batch:
+    number = 7
+def make(text):
+    batch = Batch()
+    batch.text = text
+    return batch
+if __name__ == "__main__":
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        (batch,) = pool.map_async(make, [sys.stdin.read()]).get(timeout=60)
+    print(type(batch) is Batch, batch.number, batch.text)
+""")
+    words = [sys.executable, "-m", "yafsdp_cc", "launch", f"--start-method={method}", "train.py"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ran = subprocess.run(words, cwd=tmp_path, env=environment, input="a line", capture_output=True, text=True)
+    assert ran.stdout == "True 7 a line\n", ran.stderr
+
+
 def test_no_rank_outlives_a_killed_launcher(tmp_path: Path) -> None:
     with started(*TWO, alone(tmp_path, WAITING["in Python"]), folder=tmp_path) as process:
         wait_for_line(process, "ready")

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler
 
 import yafsdp_cc
 from tests import reference
@@ -104,3 +104,30 @@ def test_accumulation_with_fabric() -> None:
     ]
     found = {name: parameter.grad.full_tensor() for name, parameter in model.module.named_parameters()}
     same(found, {name: sum(part[name] for part in parts) for name in found})
+
+
+@ranks(1)
+def test_metrics_of_steps_that_a_module_makes_itself(tmp_path: Path) -> None:
+    import lightning
+
+    from yafsdp_cc.integrations.lightning import metrics_callback
+
+    class Manual(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.automatic_optimization = nn.Linear(4, 4), False
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.net.parameters(), lr=0.1)
+
+        def training_step(self, batch: torch.Tensor, index: int) -> None:
+            optimizer: Any = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(self.net(batch).square().mean())
+            optimizer.step()
+
+    quiet: dict[str, Any] = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
+    log = metrics_callback(tmp_path, every=1, show=False)
+    trainer = lightning.Trainer(accelerator="cpu", devices=1, max_epochs=1, callbacks=[log], **quiet)
+    trainer.fit(Manual(), DataLoader(torch.ones(6, 4), batch_size=2))
+    assert [x for x, _ in read_run(tmp_path / "metrics.jsonl").curve("s_per_step")] == [1, 2, 3]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 
 import yafsdp_cc
@@ -101,6 +103,32 @@ def test_evaluation_and_the_best_checkpoint(tmp_path: Path) -> None:
 
 
 @ranks(2)
+def test_smoothed_labels_are_those_of_the_next_token() -> None:
+    as_launched()
+    plain, model, data = _llama(), yafsdp_cc.shard(_llama()), _data()
+    trainer = _trainer(model, data, label_smoothing_factor=0.1, max_steps=1, logging_steps=1, save_strategy="no")
+    trainer.train()
+    tokens = torch.stack([row["input_ids"] for row in data[:8]])
+    with torch.no_grad():
+        logits, labels = plain(input_ids=tokens).logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()
+    loss = F.cross_entropy(logits, labels, label_smoothing=0.1)
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(loss.item(), rel=1e-4)
+
+
+@ranks(2)
+def test_an_evaluation_before_and_after_training_with_a_metrics_callback(tmp_path: Path) -> None:
+    from yafsdp_cc.integrations.transformers import metrics_callback
+
+    as_launched()
+    trainer = _trainer(yafsdp_cc.shard(_llama()), _data(), max_steps=1, logging_steps=1, save_strategy="no")
+    trainer.add_callback(metrics_callback(tmp_path))
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] < before
+    assert [x for x, _ in read_run(tmp_path / "metrics.jsonl").curve("loss")] == [1]
+
+
+@ranks(2)
 def test_accumulation_reduces_each_micro_batch_or_the_last() -> None:
     from accelerate.state import AcceleratorState
 
@@ -124,6 +152,44 @@ def _accumulate(each: bool) -> int:
     _truth(plain, data, steps=2, micro=2, clip=1.0)
     same(whole(model), plain)
     return yafsdp_cc.counters_of(model).reduced_bytes
+
+
+@ranks(2, timeout=60)
+def test_ranks_that_generate_more_tokens_than_others_predict() -> None:
+    from yafsdp_cc.integrations.transformers import accept_sharded_model
+
+    as_launched()
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 32, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+    plain = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, decoder_start_token_id=0))
+    model = yafsdp_cc.shard(copy.deepcopy(plain))
+    tokens = torch.randint(2, 32, (8, 6), generator=torch.Generator().manual_seed(1))
+    told = {"max_new_tokens": 2 + 4 * dist.get_rank(), "do_sample": False}
+
+    class Uneven(transformers.Seq2SeqTrainer):  # type: ignore[misc]
+        def prediction_step(self, *given: Any, **_: Any) -> Any:
+            return super().prediction_step(*given, **told)
+
+    arguments = transformers.Seq2SeqTrainingArguments(
+        use_cpu=True, per_device_eval_batch_size=4, predict_with_generate=True, report_to="none", disable_tqdm=True
+    )
+    trainer = accept_sharded_model(Uneven(model, arguments))
+    trainer.predict([{"input_ids": row, "labels": row} for row in tokens])
+    assert torch.equal(model.generate(tokens, **told), plain.eval().generate(tokens, **told))
+
+
+@ranks(2, timeout=60)
+def test_layers_that_each_rank_leaves_out_at_random_are_gathered_by_all() -> None:
+    as_launched()
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 64}
+    convolutions = {"conv_dim": (16, 16), "conv_stride": (5, 4), "conv_kernel": (10, 8), "mask_time_prob": 0.0}
+    positions = {"num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 2}
+    config = transformers.Wav2Vec2Config(**sizes, **convolutions, **positions, layerdrop=0.5, ctc_zero_infinity=True)
+    model = yafsdp_cc.shard(transformers.Wav2Vec2ForCTC(config))
+    data = [{"input_values": torch.randn(2000), "labels": torch.randint(1, 32, (5,))} for _ in range(32)]
+    trainer = _trainer(model, data, max_steps=4, save_strategy="no", seed=dist.get_rank())
+    assert trainer.train().global_step == 4
 
 
 def _llama() -> nn.Module:

@@ -447,6 +447,50 @@ def test_a_copy_goes_on_while_training_communicates_if_it_is_late(
     assert [*found, goes_on(0.9)] == [True, False, True, False, True]
 
 
+def test_a_running_program_goes_back_again_and_again(tmp_path: Path) -> None:
+    def body() -> None:
+        os.environ[MEMORY] = str(tmp_path)
+        torch.manual_seed(0)
+        model = yafsdp_cc.shard(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)))
+        optimizer = torch.optim.AdamW(model.parameters())
+        rescue, behind = yafsdp_cc.Rescue(model, optimizer, every=4), dict[int, torch.Tensor]()
+        step = rescue.restore()
+        for last in (1, 7, 12, 14):  # a snapshot is under way behind some of them
+            while step < last:
+                model(torch.ones(1, 64)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                rescue.step()
+                step += 1
+                behind[step] = model[0].weight.full_tensor().detach().clone()
+            if last == 1:
+                with pytest.raises(RuntimeError, match="training is behind step 1, and there is nothing to go back to"):
+                    rescue.restore()
+                continue
+            for _ in range(2):
+                step = rescue.restore()
+                assert last - 4 <= step <= last
+                assert model[0].weight.full_tensor().equal(behind[step])
+        rescue.close()
+
+    on_ranks(2, body)
+
+
+def test_a_path_is_that_of_the_working_directory_in_which_it_was_named(tmp_path: Path) -> None:
+    def body() -> None:
+        os.environ[MEMORY] = str(tmp_path / "memory")
+        os.chdir(tmp_path)
+        rescue = yafsdp_cc.Rescue(nn.Linear(2, 2), every=1, path="last", save_every=1)
+        rescue.restore()
+        os.chdir("/")
+        rescue.step()
+        rescue.close()
+        wait_for_saves()
+        assert yafsdp_cc.load(tmp_path / "last", nn.Linear(2, 2))["steps"] == 1
+
+    on_ranks(1, body)
+
+
 def test_close_removes_what_a_run_has_in_memory(tmp_path: Path) -> None:
     def body() -> None:
         os.environ[MEMORY] = str(tmp_path / "run")

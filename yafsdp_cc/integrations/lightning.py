@@ -31,7 +31,7 @@ def metrics_callback(folder: str | Path, **options: Any) -> Callback:
         def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *_: Any) -> None:
             # a micro-batch that no optimizer step follows does not count
             if trainer.global_step > self.metrics.steps_made:
-                self.metrics.step(outputs["loss"] if isinstance(outputs, dict) else outputs)
+                self.metrics.step(outputs.get("loss") if isinstance(outputs, dict) else outputs)
 
         def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
             if not trainer.sanity_checking and trainer.training:

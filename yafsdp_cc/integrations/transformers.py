@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
 
+from yafsdp_cc.fsdp2.module import class_of
 from yafsdp_cc.integrations.accelerate import accept_sharded
 from yafsdp_cc.tools.metrics import Metrics
 
@@ -36,9 +37,11 @@ def accept_sharded_model(trainer: AnyTrainer) -> AnyTrainer:
         """Restore ``generate`` after the Trainer has replaced it by one for FSDP2, which needs FSDP2's own state."""
 
         def on_train_begin(self, *_: object, model: nn.Module, **__: object) -> None:
-            _generate_together(model)
+            _run_together(model)
 
-    _generate_together(trainer.model)
+    _run_together(trainer.model)
+    # Label smoothing shifts the labels of models that it knows by this name, and no others.
+    trainer.model.__dict__["_get_name"] = functools.partial(str, class_of(trainer.model).__name__)
     trainer.add_callback(KeepGenerate())
     save = trainer.save_model
 
@@ -55,11 +58,14 @@ def accept_sharded_model(trainer: AnyTrainer) -> AnyTrainer:
     return trainer
 
 
-def _generate_together(model: Any) -> None:
-    """Make ``model.generate`` call the model equally often on every rank, as its all-gathers require."""
+def _run_together(model: nn.Module) -> None:
+    """Make ``generate`` and layers that are left out at random call the model's units equally often on every rank.
+
+    Transformers looks for this attribute of a module, ``Seq2SeqTrainer`` and ``generate`` at the model's.
+    """
     model.__dict__.pop("generate", None)
-    if hasattr(model, "generate"):
-        model.__dict__["generate"] = functools.partial(model.generate, synced_gpus=True)
+    for module in model.modules():
+        module.__dict__["_is_fsdp_managed_module"] = True
 
 
 def metrics_callback(folder: str | Path, **options: Any) -> TrainerCallback:
@@ -73,21 +79,28 @@ def metrics_callback(folder: str | Path, **options: Any) -> TrainerCallback:
     from transformers import TrainerCallback
 
     class WriteMetrics(TrainerCallback):  # type: ignore[misc]
+        metrics: Metrics | None = None
+        """None before training, where ``evaluate`` logs, too."""
+
         def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **_: Any) -> None:
             made = {"first_step": state.global_step, "total_steps": state.max_steps, "every": 0}
             self.metrics = Metrics(model, folder, **options | made)
 
         def on_step_end(self, *_: object, **__: object) -> None:
+            assert self.metrics is not None
             self.metrics.step()
 
         def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **_: Any) -> None:
             figures = {name: value for name, value in logs.items() if isinstance(value, (int, float))}
+            if self.metrics is None:
+                return
             if "loss" in figures:
                 self.metrics.report(**figures)
             elif "eval_loss" in figures:
                 self.metrics.record(val_loss=figures.pop("eval_loss"), **figures)
 
         def on_train_end(self, *_: object, **__: object) -> None:
+            assert self.metrics is not None
             self.metrics.close()
 
     return WriteMetrics()

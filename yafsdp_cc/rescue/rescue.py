@@ -42,7 +42,7 @@ from yafsdp_cc.checkpoint.files import METADATA
 from yafsdp_cc.checkpoint.load import load, load_from
 from yafsdp_cc.checkpoint.ranks import by_torch, check_is_one_model, meet, place_in, together
 from yafsdp_cc.checkpoint.reader import CheckpointReader
-from yafsdp_cc.checkpoint.save import collect, save
+from yafsdp_cc.checkpoint.save import collect, save, wait_for_saves
 from yafsdp_cc.checkpoint.state import as_sequence, host_copy, unwrapped
 from yafsdp_cc.checkpoint.writer import CheckpointWriter
 from yafsdp_cc.fsdp2.module import ShardedModule, require_state
@@ -128,7 +128,7 @@ class Rescue:
         self._states[RANDOM] = _random_states, _set_random_states  # the last one: other objects may draw numbers
         self._model, self._optimizers = unwrapped(model), as_sequence(optimizer)
         self._every, self._save_every = every, save_every
-        self._path = None if path is None else Path(path).absolute()
+        self._path = None if path is None else Path(path).absolute()  # a program may change its working directory
         self._folder = Path(os.environ.get(MEMORY) or folder_of_run("run", os.environ.get("TORCHELASTIC_RUN_ID", "0")))
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -156,15 +156,19 @@ class Rescue:
         """Load the newest snapshot of which every file is in some node's memory, else the checkpoint at ``path``.
 
         A collective. On any number of ranks; with another number than before, states that differed between ranks are
-        left as they are, and a warning names them. Rank 0 says on one line what was taken, and from where.
+        left as they are, and a warning names them. Rank 0 says on one line what was taken, and from where. A running
+        program may call this again, to go back after a loss spike; it waits for the snapshot that is under way.
 
         Returns:
             The number of steps that are finished; 0 where there is nothing to go on from.
 
         Raises:
             ValueError: what there is fits another model, or all of it is damaged.
-            RuntimeError: not all ranks have called this.
+            RuntimeError: not all ranks have called this; or training goes on, and there is nothing to go back to yet.
         """
+        with suppress(RuntimeError):  # of a snapshot that was not written: an earlier one is taken
+            wait_for_snapshots()
+        wait_for_saves()
         settings: dict[str, object] = {"every": self._every, "path": self._path, "save_every": self._save_every}
         settings["names of states"] = sorted(self._states)
         self._ranks = ranks = meet("Rescue.restore()", self._model, settings, beside=True)
@@ -176,6 +180,11 @@ class Rescue:
         snapshots, last, lives = zip(*all_gather_objects(here, ranks.back), strict=True)
         self._life, lost = lives[0], max(last)
         steps, source, snapshot = self._load({name for each in snapshots for name in each})
+        if not source and self._steps > 0:
+            raise RuntimeError(
+                f"Rescue.restore(): training is behind step {self._steps}, and there is nothing to go back to yet: the "
+                f"first snapshot is whole {self._every} steps after the start"
+            )
         self._steps = self._started = self._whole = steps
         self._next = steps + self._every - self._took
         self._tell_progress()

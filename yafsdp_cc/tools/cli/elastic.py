@@ -122,9 +122,16 @@ def _torch_config(
         config.local_addr = config.local_addr or "localhost"
     rendezvous_handler_registry.register(FreshStores.BACKEND, FreshStores)
     config.rdzv_configs["meets_by"], config.rdzv_backend = config.rdzv_backend, FreshStores.BACKEND
-    handled = [name for name in config.signals_to_handle.split(",") if name.strip() != "SIGINT"]
-    config.signals_to_handle = ",".join(handled)
+    handled = [name for name in map(str.strip, config.signals_to_handle.split(",")) if name != "SIGINT"]
+    # nohup has SIGHUP ignored: torch's agent would handle it all the same, and end the ranks with the terminal
+    config.signals_to_handle = ",".join(name for name in handled if not _is_ignored(name))
     return config, partial(launcher_api.elastic_launch(config, command), *arguments)
+
+
+def _is_ignored(name: str) -> bool:
+    """Return whether the signal of this name is ignored in this process, by whoever has started it."""
+    number = getattr(signal, name, None)
+    return number is not None and signal.getsignal(number) is signal.SIG_IGN
 
 
 def _is_here(endpoint: str) -> bool:

@@ -101,6 +101,8 @@ def _be_rank(environment: dict[str, str], arguments: list[str], outputs: list[in
             os.close(descriptor)
         for stream in (sys.stdout, sys.stderr):
             cast("io.TextIOWrapper", stream).reconfigure(write_through=True)  # as by python -u
+        with suppress(OSError):  # the launcher may have been started without one
+            sys.stdin = open(0, closefd=False)  # noqa: SIM115  # multiprocessing has replaced it by an empty one
         multiprocessing.set_start_method(None, force=True)  # reset: the script may set a start method
         with suppress(KeyError, ValueError):
             torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))  # OpenMP read the variable when it was loaded

@@ -18,8 +18,8 @@ import time
 import traceback
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from types import FrameType
-from typing import NoReturn
+from types import FrameType, ModuleType
+from typing import Any, NoReturn
 
 from yafsdp_cc.tools.netlab import namespaces
 from yafsdp_cc.tools.netlab.links import VARIABLE, Links
@@ -103,7 +103,20 @@ def _run(argv: list[str]) -> None:
         _run_program(argv)
 
 
+class _ScriptMain(ModuleType):
+    """``__mp_main__``, the name by which processes that a script starts call what the script itself defines.
+
+    ``multiprocessing`` makes it another name of ``__main__`` when it is imported. Where that was before the script,
+    ``__main__`` was another module.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys.modules["__main__"], name)
+
+
 def _run_program(argv: list[str]) -> None:
+    if "__mp_main__" in sys.modules:
+        sys.modules["__mp_main__"] = _ScriptMain("__mp_main__")
     if argv[0] == "-m":
         sys.argv = argv[1:]
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
