@@ -31,6 +31,7 @@ import yafsdp_cc
 from tests.ranks import RankError
 from tests.ranks import on_ranks as on_kept_ranks
 from tests.soak import also
+from tests.twins import refusal
 from yafsdp_cc.checkpoint import files
 from yafsdp_cc.checkpoint.save import wait_for_saves
 from yafsdp_cc.rescue.memory import MEMORY, RunMemory, folder_of_run
@@ -390,7 +391,7 @@ def test_no_more_than_every_steps_are_lost_at_any_moment(
         lost: list[int] = []
         for last in (14, 18):
             rescue = WatchedRescue(nn.Linear(9, 9), every=every, slow=sleep)
-            monkeypatch.setattr(rescue, "_engine", Busy() if is_busy else None)
+            vars(rescue)["_engine"] = Busy() if is_busy else None
             for step in range(rescue.restore(), last):
                 time.sleep(0.02 * chance.random())  # ranks that do not wait for each other find more than those that do
                 rescue.step()
@@ -489,6 +490,21 @@ def test_a_path_is_that_of_the_working_directory_in_which_it_was_named(tmp_path:
         assert yafsdp_cc.load(tmp_path / "last", nn.Linear(2, 2))["steps"] == 1
 
     on_ranks(1, body)
+
+
+def test_a_second_one_in_a_program_is_refused_until_the_first_is_closed_or_gone(tmp_path: Path) -> None:
+    def body() -> None:
+        os.environ[MEMORY] = str(tmp_path / "run")
+        first = yafsdp_cc.Rescue(nn.Linear(2, 2), every=1)
+        first.restore()
+        assert "call close() of that one first" in refusal(yafsdp_cc.Rescue(nn.Linear(2, 2), every=1).restore)
+        first.close()
+        second = yafsdp_cc.Rescue(nn.Linear(2, 2), every=1)
+        assert second.restore() == 0
+        del second
+        assert yafsdp_cc.Rescue(nn.Linear(2, 2), every=1).restore() == 0
+
+    on_ranks(2, body)
 
 
 def test_close_removes_what_a_run_has_in_memory(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ that, if it takes as long as the last one, it is whole ``every`` steps behind th
 
 from __future__ import annotations
 
+import gc
 import io
 import os
 import pickle
@@ -164,10 +165,17 @@ class Rescue:
 
         Raises:
             ValueError: what there is fits another model, or all of it is damaged.
-            RuntimeError: not all ranks have called this; or training goes on, and there is nothing to go back to yet.
+            RuntimeError: not all ranks have called this; or training goes on, and there is nothing to go back to yet;
+                or another Rescue of this program has snapshots.
         """
+        gc.collect()  # frees a deleted Rescue
+        if any(each._steps >= 0 and each is not self and each._folder == self._folder for each in list(_all)):
+            raise RuntimeError(
+                "Rescue.restore(): this program has another Rescue, and snapshots of both would take each other's "
+                "place: call close() of that one first"
+            )
         with suppress(RuntimeError):  # of a snapshot that was not written: an earlier one is taken
-            wait_for_snapshots()
+            self._wait()
         wait_for_saves()
         settings: dict[str, object] = {"every": self._every, "path": self._path, "save_every": self._save_every}
         settings["names of states"] = sorted(self._states)
@@ -287,6 +295,7 @@ class Rescue:
         if self._steps >= 0:
             all_gather_objects(None, self._ranks.back)
         shutil.rmtree(self._folder, ignore_errors=True)
+        _all.discard(self)
 
     def _extra(self) -> dict[str, Any]:
         return {STEPS: self._steps, **{name: state_of() for name, (state_of, _) in self._states.items()}}
