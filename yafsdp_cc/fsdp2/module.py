@@ -40,6 +40,7 @@ from yafsdp_cc.sharding.materialize import move_buffers
 from yafsdp_cc.tensor.dtensor import FlatDTensor
 from yafsdp_cc.tensor.loading import apply_to_shards, follow_assignments
 from yafsdp_cc.tensor.module_parameters import install_module_parameters, remove_module_parameters
+from yafsdp_cc.tensor.shown import LEFT_OVER
 from yafsdp_cc.tensor.unsharded import register_until_reshard, reshard, reshard_for_state_dicts, unshard_until_reshard
 from yafsdp_cc.tensor.unwritten import makes_empty, mark_unwritten
 
@@ -814,6 +815,7 @@ def unshard_model(model: Model, *, rank0_only: bool = False, device: torch.devic
     for param, whole in whole_params_by_group(state, everywhere=not rank0_only):
         plain = _unsharded_parameter(param, whole, device)
         plain.__dict__.update({name: note for name, note in vars(param.parameter).items() if name not in _OURS})
+        vars(param.parameter)[LEFT_OVER] = param.spec
         param.set_parameter(in_class_of(param, plain))
     for module in list(model.modules()):
         if isinstance(module, ShardedModule):

@@ -44,7 +44,7 @@ from yafsdp_cc.tensor.gradients import own_part, plain_grad, reduced, reduction_
 from yafsdp_cc.tensor.reductions import Across, LazyReduction, Reduction, Summand
 from yafsdp_cc.tensor.refusals import CALL_FULL, STATE_OF_TORCH, refusal, refusal_of, warn_of_rounding
 from yafsdp_cc.tensor.rows import are_rows, flat_range_of, gathered, is_by_rows, is_flat_range, rows_of
-from yafsdp_cc.tensor.shown import SHARDED_AS, UNSHARDED_OF
+from yafsdp_cc.tensor.shown import LEFT_OVER, SHARDED_AS, UNSHARDED_OF
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -633,10 +633,10 @@ def follow_optimizers() -> None:
                 if is_ours and isinstance(parameter, FlatDTensor):
                     spec, local = parameter.shard_spec, parameter._local_tensor
                     check_plain(spec, local, name, "its steps have to be its class's own operations, as of torch.optim")
-                if isinstance(parameter, FlatDTensor) and _is_left_over(parameter.shard_spec):
+                if (spec := parameter.__dict__.get(LEFT_OVER)) is not None:
                     raise RuntimeError(
-                        f"this {name} holds the shard of '{parameter.shard_spec.name}', whose model is plain again, by "
-                        "unshard_model(), or gone: make the optimizer anew, from model.parameters()"
+                        f"this {name} holds the shard of '{spec.name}', whose model is plain again, by "
+                        "unshard_model(): make the optimizer anew, from model.parameters()"
                     )
                 if (spec := parameter.__dict__.get(SHARDED_AS)) is not None:
                     raise RuntimeError(
@@ -692,15 +692,6 @@ def _uncompiled(hook: Callable[[Optimizer, Any, Any], None]) -> Callable[[Optimi
         disabled(optimizer, args, kwargs)
 
     return cast("Callable[[Optimizer, Any, Any], None]", torch._dynamo.decorators.skip(call))
-
-
-def _is_left_over(spec: ShardSpec) -> bool:
-    """Return whether the model of a sharded parameter has become plain since, or is gone."""
-    owner = owner_of(spec)
-    if owner is None:
-        return spec.owner is not None
-    engine = engine_of(owner)
-    return (engine is None or engine.retired) and not owner.is_held
 
 
 def _written_by(optimizer: Optimizer) -> dict[FlatParam, FSDPState]:

@@ -20,6 +20,10 @@ SHARDED_AS = "_yafsdp_cc_sharded_as"
 """Attribute of a parameter that was replaced by a sharded one: the sharded one's ``ShardSpec``."""
 
 
+LEFT_OVER = "_yafsdp_cc_left_over"
+"""Attribute of a sharded parameter in whose place ``unshard_model`` has put a plain one: its own ``ShardSpec``."""
+
+
 class ReplacedParameter(torch.nn.Parameter):
     """A parameter that was replaced by a sharded one, as lists of ``parameters()`` from before still have it.
 
