@@ -81,12 +81,12 @@ class Row:
     @property
     def spread(self) -> tuple[float, float]:
         """The median seconds of the fastest and of the slowest turn; with one turn, the median of its steps minus and
-        plus twice their median deviation: the few exact steps of a 1-bit optimizer are far from that."""
+        plus twice their median deviation, which a step that other programs have held up does not widen."""
         if len(self.turns) > 1:
             middles = [median(turn) for turn in self.turns]
             return min(middles), max(middles)
         margin = 2 * median(abs(each - self.seconds) for each in self.turns[0])
-        return self.seconds - margin, self.seconds + margin
+        return max(0.0, self.seconds - margin), self.seconds + margin
 
 
 def main(argv: list[str]) -> int:
