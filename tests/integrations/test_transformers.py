@@ -192,11 +192,21 @@ def test_layers_that_each_rank_leaves_out_at_random_are_gathered_by_all() -> Non
     assert trainer.train().global_step == 4
 
 
-def _llama() -> nn.Module:
+@ranks(2, timeout=60)
+def test_compiled_units_stay_whole_graphs() -> None:
+    as_launched()
+    model = _llama()
+    for block in model.model.layers:
+        block.compile(backend="eager", fullgraph=True)
+    yafsdp_cc.shard(model)
+    assert _trainer(model, _data(), max_steps=2, save_strategy="no").train().global_step == 2
+
+
+def _llama() -> Any:
     torch.manual_seed(0)
     sizes = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
     config = transformers.LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
-    model: nn.Module = transformers.LlamaForCausalLM(config)
+    model: Any = transformers.LlamaForCausalLM(config)
     return model
 
 

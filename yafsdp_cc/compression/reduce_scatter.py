@@ -167,8 +167,8 @@ class CompressedSum(Collective):
     def set_codec(self, codec: str) -> None:
         """Encode by another codec from the next ``start`` on; ``fp32``: sum exactly. No reduce may be in flight.
 
-        From one codec to another the residual stays. The first exact sum adds it to the gradients, so none is lost.
-        Estimates (EF21) are dropped.
+        From one codec to another the residual stays. The first exact sum adds it to the gradients, rounded to their
+        dtype, so that none is lost. Estimates (EF21) are dropped.
         """
         if codec == self.codec_name:
             return

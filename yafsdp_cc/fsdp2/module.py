@@ -58,6 +58,8 @@ Model = TypeVar("Model", bound=nn.Module)
 
 _UNDO = "_yafsdp_cc_undo"
 """Name of an attribute of sharded modules: functions that undo what sharding has done to them."""
+MANAGED = "_is_fsdp_managed_module"
+"""Attribute by which Transformers and ``torch.compile`` know a module of FSDP."""
 _OURS = ("_local_tensor", "shard_spec", "_is_param", SUBCLASS)
 """Entries that sharding makes in the ``__dict__`` of a sharded parameter; all others are users' and frameworks' own."""
 
@@ -818,6 +820,7 @@ def unshard_model(model: Model, *, rank0_only: bool = False, device: torch.devic
         vars(param.parameter)[LEFT_OVER] = param.spec
         param.set_parameter(in_class_of(param, plain))
     for module in list(model.modules()):
+        module.__dict__.pop(MANAGED, None)
         if isinstance(module, ShardedModule):
             make_plain(module)
     if device is not None:

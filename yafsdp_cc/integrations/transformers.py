@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
 
-from yafsdp_cc.fsdp2.module import class_of
+from yafsdp_cc.fsdp2.module import MANAGED, ShardedModule, class_of
 from yafsdp_cc.integrations.accelerate import accept_sharded
 from yafsdp_cc.tools.metrics import Metrics
 
@@ -61,11 +61,14 @@ def accept_sharded_model(trainer: AnyTrainer) -> AnyTrainer:
 def _run_together(model: nn.Module) -> None:
     """Make ``generate`` and layers that are left out at random call the model's units equally often on every rank.
 
-    Transformers looks for this attribute of a module, ``Seq2SeqTrainer`` and ``generate`` at the model's.
+    Transformers looks for this attribute: ``Seq2SeqTrainer`` and ``generate`` at the model's, and where layers are left
+    out, at that of the module around them. No unit has it, nor what is in one: torch.compile refuses such a module.
     """
     model.__dict__.pop("generate", None)
+    units = {module for module in model.modules() if isinstance(module, ShardedModule)} - {model}
     for module in model.modules():
-        module.__dict__["_is_fsdp_managed_module"] = True
+        if module not in units and (module is model or not units.isdisjoint(module.modules())):
+            module.__dict__[MANAGED] = True
 
 
 def metrics_callback(folder: str | Path, **options: Any) -> TrainerCallback:

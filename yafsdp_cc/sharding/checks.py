@@ -74,9 +74,9 @@ def check_modules(model: nn.Module, call: str) -> None:
     if torch.is_inference_mode_enabled():
         raise ValueError(f"{call} under torch.inference_mode() would make weights that cannot be trained")
     for name, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters()):
+        if isinstance(module, torch.jit.ScriptModule):
             raise ValueError(
-                f"'{name}' is a ScriptModule, whose forward takes no weights that are gathered: leave it a module of "
+                f"'{name}' is a ScriptModule, which takes neither hooks nor gathered weights: leave it a module of "
                 "Python, and compile it by torch.compile, if at all"
             )
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
