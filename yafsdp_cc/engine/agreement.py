@@ -26,7 +26,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from yafsdp_cc.engine.step_state import StepState, history
 from yafsdp_cc.ranks.checks import named_ranks, table_of_ranks
-from yafsdp_cc.ranks.groups import backend_of, timeout_of
+from yafsdp_cc.ranks.groups import backend_of, is_python_group, timeout_of
 
 if TYPE_CHECKING:
     import torch
@@ -72,7 +72,7 @@ class Agreement(StepState):
 
     def __init__(self, rank: int, ranks: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> None:
         self._rank, self.ranks, self._world, self._store = rank, list(ranks), len(ranks), _get_default_store()
-        self.has_peers = self._world > 1 and backend_of(group, device) != "fake"
+        self.has_peers = self._world > 1 and not is_python_group(group) and backend_of(group, device) != "fake"
         """Whether there are other ranks that answer questions over the store."""
         self._key = f"yafsdp_cc/fingerprint/{zlib.crc32(repr(list(ranks)).encode())}"
         if self.has_peers:

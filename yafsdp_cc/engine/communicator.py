@@ -7,7 +7,7 @@ copy. Over NCCL it is NCCL's reduce-scatter, in place and in the dtype that is s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import (
     ReduceScatterOptions,
 )
 
-from yafsdp_cc.ranks.groups import allocate, backend_of, slow_links
+from yafsdp_cc.ranks.groups import PythonGroup, allocate, backend_of, is_python_group, slow_links
 
 Works: TypeAlias = "Sequence[dist.Work]"
 """Asynchronous operations to wait for; () where the current stream orders them."""
@@ -52,7 +52,7 @@ class Communicator:
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.group = group
+        self.group: Any = PythonGroup(group) if is_python_group(group) else group
         self.device = device
         self.world: int = group.size()
         self.rank: int = group.rank()

@@ -5,10 +5,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
+
+from yafsdp_cc.ranks.mesh import all_gather_single
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -68,6 +70,8 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
     Raises:
         ValueError: the group has no backend for that device.
     """
+    if is_python_group(group):
+        return str(group.name()).lower()
     try:
         return str(group._get_backend(device).name()).lower()
     except RuntimeError as error:
@@ -75,6 +79,30 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
             f"the mesh is of {device.type} devices, but its process group has no backend for them: start it with "
             f'init_process_group("cpu:gloo,cuda:nccl"), or shard before any mesh is made ({error})'
         ) from error
+
+
+def is_python_group(group: dist.ProcessGroup) -> bool:
+    """Return whether ``group`` is written in Python, as a model of many ranks is: it has no backends."""
+    kind = type(group)
+    return issubclass(kind, dist.ProcessGroup) and kind is not dist.ProcessGroup and "allreduce" in vars(kind)
+
+
+class PythonGroup:
+    """A process group that is written in Python, under the names by which C++ ones are called."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._group, name)
+
+    def _allgather_base(self, output: Tensor, source: Tensor, options: Any) -> Any:
+        return all_gather_single(output, source, self._group, options.asyncOp)
+
+    def alltoall_base(
+        self, received: Tensor, sent: Tensor, received_sizes: list[int], sent_sizes: list[int], options: Any
+    ) -> Any:
+        return dist.all_to_all_single(received, sent, received_sizes, sent_sizes, self._group, options.asyncOp)
 
 
 def allocate(nbytes: int, device: torch.device, group: dist.ProcessGroup | None = None) -> Tensor:
