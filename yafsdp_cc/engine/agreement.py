@@ -55,7 +55,7 @@ class Agreement(StepState):
     Args:
         rank: index of this rank among ``ranks``.
         ranks: global ranks of the model.
-        group: process group of some or all of ``ranks``; over fake groups nobody is asked.
+        group: process group of some or all of ``ranks``; over fake groups and ones written in Python nobody is asked.
         device: device of the tensors that the group communicates.
     """
 
@@ -156,28 +156,6 @@ class Agreement(StepState):
             "set_requires_gradient_sync alike (parameters inside a unit may go unused).\n"
             f"What ranks did last:\n{table}\n{error}"
         )
-
-
-class ReadAgreement(Agreement):
-    """Agreement of the ranks of one shard group on the numbers that they read, such as a norm.
-
-    Replicas may read without each other, so a read has no place among the operations of all ranks, and none is
-    expected: each read asks. NCCL's groups are not asked: hosts that run ahead of their devices would wait for each
-    other at each norm, and NCCL hangs until its time-out where gloo aborts.
-    """
-
-    def __init__(self, rank: int, ranks: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> None:
-        super().__init__(rank, ranks, group, device)
-        self.has_peers = self.has_peers and backend_of(group, device) == "gloo"
-
-    def agree(self, kind: str, what: str) -> None:
-        """Return once all ranks of the shard group are known to issue the same read next.
-
-        Raises:
-            RuntimeError: ranks read different numbers, or a rank reads none within the time-out.
-        """
-        if self.has_peers:
-            self.ask((kind, what, (), ()), (), lambda waited: "reading; other ranks may be in a forward or backward")
 
 
 def _next_number(before: Operation, after: Operation) -> tuple[int, int] | None:

@@ -25,8 +25,9 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils._pytree import tree_map_only
 
-from yafsdp_cc.engine.agreement import ReadAgreement
+from yafsdp_cc.engine.agreement import Agreement
 from yafsdp_cc.forms.subclasses import PLAIN
+from yafsdp_cc.ranks.groups import backend_of
 from yafsdp_cc.ranks.mesh import all_reduce_over
 
 if TYPE_CHECKING:
@@ -92,6 +93,28 @@ class Partials:
 
 refusals: list[Callable[[str], None]] = []
 """Functions that raise where a collective outside of forwards and backwards is forbidden (``skip_together``)."""
+
+
+class ReadAgreement(Agreement):
+    """Agreement of the ranks of one shard group on the numbers that they read, such as a norm.
+
+    Replicas may read without each other, so a read has no place among the operations of all ranks, and none is
+    expected: each read asks. NCCL's groups are not asked: hosts that run ahead of their devices would wait for each
+    other at each norm, and NCCL hangs until its time-out where gloo aborts.
+    """
+
+    def __init__(self, rank: int, ranks: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> None:
+        super().__init__(rank, ranks, group, device)
+        self.has_peers = self.has_peers and backend_of(group, device) == "gloo"
+
+    def agree(self, kind: str, what: str) -> None:
+        """Return once all ranks of the shard group are known to issue the same read next.
+
+        Raises:
+            RuntimeError: ranks read different numbers, or a rank reads none within the time-out.
+        """
+        if self.has_peers:
+            self.ask((kind, what, (), ()), (), lambda waited: "reading; other ranks may be in a forward or backward")
 
 
 fingerprints: weakref.WeakKeyDictionary[dist.ProcessGroup, Any] = weakref.WeakKeyDictionary()
