@@ -274,7 +274,7 @@ def test_parameters_from_before_they_were_sharded() -> None:
 @pytest.mark.parametrize("again", [False, True])
 @ranks(2)
 def test_an_optimizer_of_shards_that_are_no_more(again: bool) -> None:
-    """Its steps would change nothing, also where the model is sharded once more."""
+    """Steps of it would change nothing, also where the model is sharded once more."""
     model = _linears()
     yafsdp_cc.shard(model, units=[nn.Linear])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

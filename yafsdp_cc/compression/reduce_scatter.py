@@ -115,7 +115,7 @@ class CompressedSum(Collective):
         self._encodes = self._keeps_exact = self._adds_exact = self._is_momentum = False
         self._adds_carried = self._adds_residual = False
         self._added: list[Tensor | Residual | None] = []
-        """What the last sum has added and no attribute refers to any more: the stream may still read it."""
+        """Tensors that the last sum has added and that nothing else refers to: the stream may still read them."""
         self.rounded = 0
         """Number of sums so far whose messages were rounded at random: the counter of the random numbers."""
         schedule.adopt(self)

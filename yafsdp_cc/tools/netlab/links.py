@@ -28,7 +28,7 @@ class LabError(RuntimeError):
 
 
 class Unavailable(RuntimeError):
-    """This machine cannot have a ``Lab``; the message is one line: what is missing, and what to type."""
+    """Error where a machine cannot have a ``Lab``; the message is one line: what is missing, and what to type."""
 
 
 class Traffic(NamedTuple):
