@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -166,14 +167,11 @@ def test_ranks_that_generate_more_tokens_than_others_predict() -> None:
     tokens = torch.randint(2, 32, (8, 6), generator=torch.Generator().manual_seed(1))
     told = {"max_new_tokens": 2 + 4 * dist.get_rank(), "do_sample": False}
 
-    class Uneven(transformers.Seq2SeqTrainer):  # type: ignore[misc]
-        def prediction_step(self, *given: Any, **_: Any) -> Any:
-            return super().prediction_step(*given, **told)
-
     arguments = transformers.Seq2SeqTrainingArguments(
         use_cpu=True, per_device_eval_batch_size=4, predict_with_generate=True, report_to="none", disable_tqdm=True
     )
-    trainer = accept_sharded_model(Uneven(model, arguments))
+    trainer = accept_sharded_model(transformers.Seq2SeqTrainer(model, arguments))
+    trainer.prediction_step = functools.partial(trainer.prediction_step, **told)
     trainer.predict([{"input_ids": row, "labels": row} for row in tokens])
     assert torch.equal(model.generate(tokens, **told), plain.eval().generate(tokens, **told))
 
