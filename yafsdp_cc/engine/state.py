@@ -659,7 +659,7 @@ def _hook_outputs(
     hooks on it: ``hook`` is put on the tensor that is viewed, too, if the forward has made that.
 
     Args:
-        first_node: autograd's number of the first node of the forward of the root.
+        first_node: number that autograd has given the first node of the root's forward.
         address: address of a weight buffer, which will be refilled: outputs that are views of it are copied.
     """
     if dtype is None and hook is None and address is None:
@@ -707,7 +707,7 @@ class IterationState:
         self.anchor: Tensor | None = None
         """Input of every group's gate, so that the backward runs the root gate after all of them."""
         self.first_node = 0
-        """autograd's number of the root gate: nodes that a forward makes have rising numbers."""
+        """Number that autograd has given the root gate: nodes that a forward makes have rising numbers."""
         self._stream = state.context.gather_stream.caller()
 
     def on_backward_stream(self, make_gate: Callable[[], Any]) -> Any:

@@ -83,7 +83,7 @@ def metrics_callback(folder: str | Path, **options: Any) -> TrainerCallback:
 
     class WriteMetrics(TrainerCallback):  # type: ignore[misc]
         metrics: Metrics | None = None
-        """None before training, where ``evaluate`` logs, too."""
+        """Metrics of the training that has begun; None before it, where ``evaluate`` logs, too."""
 
         def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **_: Any) -> None:
             made = {"first_step": state.global_step, "total_steps": state.max_steps, "every": 0}

@@ -42,9 +42,8 @@ from yafsdp_cc.tensor import reductions
 from yafsdp_cc.tensor.chunks import SavedInChunks
 from yafsdp_cc.tensor.gradients import own_part, plain_grad, reduced, reduction_of
 from yafsdp_cc.tensor.reductions import Across, LazyReduction, Reduction, Summand
-from yafsdp_cc.tensor.refusals import CALL_FULL, STATE_OF_TORCH, refusal, refusal_of, warn_of_rounding
+from yafsdp_cc.tensor.refusals import CALL_FULL, LOSES_STEPS, STATE_OF_TORCH, refusal, refusal_of, warn_of_rounding
 from yafsdp_cc.tensor.rows import are_rows, flat_range_of, gathered, is_by_rows, is_flat_range, rows_of
-from yafsdp_cc.tensor.shown import LEFT_OVER, SHARDED_AS, UNSHARDED_OF
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -628,26 +627,15 @@ def follow_optimizers() -> None:
         is_ours = any(base.__module__.startswith("yafsdp_cc.") for base in kind.__mro__)
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                if refused and isinstance(parameter, FlatDTensor) and parameter.dim() >= dims:
-                    raise NotImplementedError(refused.format(parameter.shard_spec))
-                if is_ours and isinstance(parameter, FlatDTensor):
-                    spec, local = parameter.shard_spec, parameter._local_tensor
+                for mark in LOSES_STEPS.keys() & parameter.__dict__.keys():
+                    raise RuntimeError(f"this {name} {LOSES_STEPS[mark].format(parameter.__dict__[mark].name)}")
+                if not isinstance(parameter, FlatDTensor):
+                    continue
+                spec, local = parameter.shard_spec, parameter._local_tensor
+                if refused and parameter.dim() >= dims:
+                    raise NotImplementedError(refused.format(spec))
+                if is_ours:
                     check_plain(spec, local, name, "its steps have to be its class's own operations, as of torch.optim")
-                if (spec := parameter.__dict__.get(LEFT_OVER)) is not None:
-                    raise RuntimeError(
-                        f"this {name} holds the shard of '{spec.name}', whose model is plain again, by "
-                        "unshard_model(): make the optimizer anew, from model.parameters()"
-                    )
-                if (spec := parameter.__dict__.get(SHARDED_AS)) is not None:
-                    raise RuntimeError(
-                        f"this {name} was made before '{spec.name}' was sharded and holds the "
-                        "whole parameter, which is gone: make the optimizer after shard(), from model.parameters()"
-                    )
-                if (spec := parameter.__dict__.get(UNSHARDED_OF)) is not None:
-                    raise RuntimeError(
-                        f"this {name} was made while parameters() showed '{spec.name}' unsharded, "
-                        "after unshard() or a forward: call model.reshard() before it is made, or make it before"
-                    )
         if optimizer not in seen:
             seen.add(optimizer)
             warn_of_rounding(optimizer)

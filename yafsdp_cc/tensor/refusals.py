@@ -11,6 +11,7 @@ import torch
 
 from yafsdp_cc.engine.param import owner_of
 from yafsdp_cc.engine.state import engine_of
+from yafsdp_cc.tensor.shown import LEFT_OVER, SHARDED_AS, UNSHARDED_OF
 
 if TYPE_CHECKING:
     from torch.optim.optimizer import Optimizer
@@ -106,6 +107,17 @@ _QUANTISES_STATE = (
 )
 _QUANTISE_STATE = ("torchao", "bitsandbytes")
 """Packages whose optimizers read the memory of parameters, or compile their steps for plain tensors."""
+
+
+LOSES_STEPS = {
+    LEFT_OVER: "holds the shard of '{}', whose model is plain again, by unshard_model(): make the optimizer anew, from "
+    "model.parameters()",
+    SHARDED_AS: "was made before '{}' was sharded and holds the whole parameter, which is gone: make the optimizer "
+    "after shard(), from model.parameters()",
+    UNSHARDED_OF: "was made while parameters() showed '{}' unsharded, after unshard() or a forward: call "
+    "model.reshard() before it is made, or make it before",
+}
+"""Message for an optimizer that holds a parameter with a mark (``tensor.shown``), which steps would not change."""
 
 
 @functools.cache
