@@ -181,7 +181,9 @@ class GroupContext(_ContextStep):
     def warn_of_kept_grads(self) -> None:
         """Warn once of the memory that unsharded gradients take that are kept from one backward to the next."""
         if not self.has_warned and self.gather.comm.rank == 0:
-            keeping = [g for g in self.groups if not (g.spec.settings.reduces or g.is_alone_in_grad_buffer)]
+            keeping = [
+                g for g in self.groups if not (g.spec.settings.requires_gradient_sync or g.is_alone_in_grad_buffer)
+            ]
             nbytes = sum(unsharded_grad_bytes([flat for flat in group.flats if flat.trainable]) for group in keeping)
             is_planned = any(group.spec.role is not None for group in keeping)  # ``shard``, which plans, sets roles
             _log.warning(
@@ -487,7 +489,7 @@ class ParamGroup(StepState):
         context = self.context
         for flat in flats:
             context.bind_reduce(flat)
-        keeps = not (self.spec.settings.reduces or self.is_alone_in_grad_buffer)
+        keeps = not (self.spec.settings.requires_gradient_sync or self.is_alone_in_grad_buffer)
         if keeps and all(flat.reduce_scatter.defers for flat in flats):
             keeps = False  # ``post_backward`` hands gradients to the reduce-scatters, which store them
         if (flats, keeps) not in self._known_grads:
@@ -539,7 +541,7 @@ class ParamGroup(StepState):
             if leaf.grad is not None:  # from ops that activation checkpointing ran again
                 param.accumulate_grad(leaf.grad)
                 leaf.grad = None
-        if self.spec.settings.reduces:
+        if self.spec.settings.requires_gradient_sync:
             self.reduce()
         elif self.grads is not None:
             self._defer(self.grads)

@@ -534,7 +534,8 @@ class FSDPState(_ModelStep):
                 if on_leaves or group.grads is not None or group.deferred:
                     group.post_backward()
             sums_over_replicas = context.replicas is None or context.replicas.sums
-            self._keeps_grads = not (sums_over_replicas and any(spec.settings.reduces for spec in self.specs))
+            is_synced = any(spec.settings.requires_gradient_sync for spec in self.specs)
+            self._keeps_grads = not (sums_over_replicas and is_synced)
             if not self._keeps_grads:
                 self._make_grads_final()
         context.wait_for_reduces()  # gradients that are deferred are read from their buffers, too

@@ -211,7 +211,7 @@ class ShardedModule(FSDPModule, nn.Module):
         reduced into the sharded gradients and no unsharded gradients are kept.
         """
         for spec in self._specs(recurse):
-            spec.settings.reduces = requires_gradient_sync
+            spec.settings.requires_gradient_sync = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Set whether a backward sums over the replicas of a 2-D mesh, or leaves partial sums to a later one. A
