@@ -44,8 +44,8 @@ from torch.distributed.distributed_c10d import _get_default_store
 from yafsdp_cc.batches.rollback import BatchRollback
 from yafsdp_cc.compression.state import compressed_sums
 from yafsdp_cc.engine import streams
+from yafsdp_cc.engine.collectives import FINAL_REDUCE
 from yafsdp_cc.engine.protocols import Observer
-from yafsdp_cc.engine.replicated import FINAL_REDUCE
 from yafsdp_cc.fsdp2.module import require_state
 from yafsdp_cc.ranks.checks import all_gather_objects
 from yafsdp_cc.ranks.groups import group_once, new_group, timeout_of

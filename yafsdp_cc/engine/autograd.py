@@ -159,3 +159,37 @@ def gate_tensors(
     rest = iter(gated)
     fresh = map_tensors((args, kwargs), lambda tensor: next(rest) if tensor.requires_grad else tensor)
     return fresh[0], fresh[1]
+
+
+def hook_outputs(
+    output: Any,
+    dtype: torch.dtype | None,
+    hook: Callable[[Tensor], None] | None,
+    first_node: int,
+    address: int | None = None,
+) -> Any:
+    """Return ``output`` of a module in ``dtype``, with ``hook`` on each tensor that requires a gradient.
+
+    A write in place to a view (``x = block(x).flatten(1)``, ``x += y``) takes the view's node out of the graph, and the
+    hooks on it: ``hook`` is put on the tensor that is viewed, too, if the forward has made that.
+
+    Args:
+        first_node: number that autograd has given the first node of the root's forward.
+        address: address of a weight buffer, which will be refilled: outputs that are views of it are copied.
+    """
+    if dtype is None and hook is None and address is None:
+        return output
+
+    def finish(tensor: Tensor) -> Tensor:
+        is_plain = address is not None and type(tensor) is Tensor and tensor.layout is torch.strided
+        if is_plain and tensor.untyped_storage().data_ptr() == address:
+            tensor = tensor.clone()
+        tensor = tensor if dtype is None else convert(tensor, dtype)
+        if hook is not None and tensor.requires_grad:
+            tensor.register_hook(hook)
+            viewed = tensor._base
+            if viewed is not None and viewed.grad_fn is not None and viewed.grad_fn._sequence_nr() >= first_node:
+                viewed.register_hook(hook)
+        return tensor
+
+    return map_tensors(output, finish)

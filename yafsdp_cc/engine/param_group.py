@@ -34,11 +34,11 @@ from yafsdp_cc.profiling import Span, span
 if TYPE_CHECKING:
     import torch.distributed as dist
 
+    from yafsdp_cc.engine.collectives import CollectiveFingerprint
     from yafsdp_cc.engine.communicator import CommContext
     from yafsdp_cc.engine.hierarchy import Replicas
     from yafsdp_cc.engine.param import FlatParam
     from yafsdp_cc.engine.protocols import Observer
-    from yafsdp_cc.engine.replicated import CollectiveFingerprint
     from yafsdp_cc.engine.spec import Counters, ParamGroupSpec, Role
     from yafsdp_cc.engine.streams import CommStream
     from yafsdp_cc.ranks.mesh import MeshInfo
@@ -565,7 +565,7 @@ class ParamGroup(StepState):
             reduce_span = span("reduce", self.name, planned_bytes)
             handle = reduce_span.start()
         for flat, whole, written in zip(grads.flats, grads.flat, used, strict=True):
-            finish = partial(_complete_reduce, flat, whole, written)
+            finish = partial(flat.complete_reduce, whole, written)
             context.issue_reduce(grads.buffer, partial(flat.reduce_scatter.start, whole), finish)
             context.reduced.append((flat, written))
             context.counters.reduced_bytes += flat.reduce_scatter.sent_bytes
@@ -639,10 +639,6 @@ def prefetch(groups: Sequence[ParamGroup]) -> None:
         if group.unsharded.buffer not in taken:
             taken.append(group.unsharded.buffer)
             group.prefetch()
-
-
-def _complete_reduce(flat: FlatParam, grads: Tensor, used: list[bool]) -> None:
-    flat.add_sum(flat.reduce_scatter.finish(grads), used)
 
 
 def _store(flat: FlatParam, grads: Tensor, async_op: bool) -> Sequence[dist.Work]:

@@ -21,12 +21,12 @@ from torch.autograd.graph import get_gradient_edge
 from torch.distributed.distributed_c10d import _get_default_store
 
 from yafsdp_cc.engine.buffers import Buffer, BufferPool
-from yafsdp_cc.engine.collectives import ExactReduceScatter
+from yafsdp_cc.engine.collectives import CollectiveFingerprint, ExactReduceScatter
 from yafsdp_cc.engine.communicator import CommContext, Communicator, ScratchBuffers
 from yafsdp_cc.engine.hierarchy import Replicas
 from yafsdp_cc.engine.param import UnshardedParams, unsharded_bytes, unsharded_grad_bytes
 from yafsdp_cc.engine.param_group import GroupContext, ParamGroup
-from yafsdp_cc.engine.replicated import CollectiveFingerprint, ReplicatedParams
+from yafsdp_cc.engine.replicated import ReplicatedParams
 from yafsdp_cc.engine.spec import EXACT, Counters, specs_below
 from yafsdp_cc.engine.state import GROUP, STATE, FSDPState
 from yafsdp_cc.engine.streams import comm_stream

@@ -1,9 +1,9 @@
-"""Hooks of sharded modules: the way from the call of a module to the engine, and back."""
+"""Where calls reach the engine: hooks around forwards of sharded modules, and the check before a backward."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from yafsdp_cc.engine.spec import spec_of
 from yafsdp_cc.engine.state import GROUP, STATE
 from yafsdp_cc.sharding.assembly import assemble, state_of
 from yafsdp_cc.sharding.units import is_called
+from yafsdp_cc.tensor.refusals import refuse_inputs
 
 if TYPE_CHECKING:
     from yafsdp_cc.engine.param_group import ParamGroup
@@ -155,3 +156,16 @@ def _uncompiled(hook: Callable[..., Any], traced: bool) -> Callable[..., Any]:
     setattr(call, OF_ENGINE, True)
     # module.compile() compiles hooks by themselves; ``skip`` excludes ``call`` and not the functions that it calls
     return call if traced else torch._dynamo.decorators.skip(call)
+
+
+def _run_backward(torch_s: Callable[..., Any], outputs: Sequence[torch.Tensor], *args: Any, **options: Any) -> Any:
+    """Do as torch's function behind ``backward`` and ``grad``; its fourth argument after ``outputs`` is ``inputs``."""
+    if args[3]:
+        refuse_inputs(outputs, args[3])
+    return torch_s(outputs, *args, **options)
+
+
+_autograd: Any = torch.autograd
+_autograd._engine_run_backward = _autograd.graph._engine_run_backward = partial(
+    _run_backward, _autograd.graph._engine_run_backward
+)
