@@ -126,7 +126,7 @@ class CastWhenUsed(DTensor):
         with torch._C.DisableTorchFunctionSubclass():
             if func in _LOOKS:
                 return func(*args, **kwargs)
-        is_attribute = getattr(func, "__name__", "") in ("__get__", "__set__")
+        is_attribute = getattr(func, "__name__", "") in ("__get__", "__set__", "requires_grad_")
         args, kwargs = tree_map_only(cls, cls._sharded if is_attribute else cls._cast, (args, kwargs))
         return func(*args, **kwargs)
 
