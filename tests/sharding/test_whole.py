@@ -55,7 +55,9 @@ def test_an_optimizer_made_in_whole_parameters_is_refused() -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         optimizer.step()
     next_token(model, mine(CASES["transformer"].batches(2))).backward()
-    with pytest.raises(RuntimeError, match=r"was made inside whole_parameters and holds a copy of 'embed.weight': make"):
+    with pytest.raises(
+        RuntimeError, match=r"was made inside whole_parameters and holds a copy of 'embed.weight': make"
+    ):
         optimizer.step()
 
 

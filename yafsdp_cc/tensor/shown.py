@@ -24,7 +24,7 @@ LEFT_OVER = "_yafsdp_cc_left_over"
 """Attribute of a sharded parameter in whose place ``unshard_model`` has put a plain one: its own ``ShardSpec``."""
 
 COPY_OF = "_yafsdp_cc_copy_of"
-"""Attribute of a whole parameter that ``whole_parameters`` has shown, once it is over: the sharded one's ``ShardSpec``."""
+"""Attribute of a whole parameter that ``whole_parameters`` has shown: the sharded one's ``ShardSpec``."""
 
 
 class ReplacedParameter(torch.nn.Parameter):
