@@ -115,7 +115,12 @@ class FSDPParam(StepState):
             )
 
     def accumulate_grad(self, grad: Tensor) -> None:
-        """Write one contribution to the gradient buffer: the first is copied, with its cast, others are added."""
+        """Write one contribution to the gradient buffer: the first is copied, with its cast, others are added.
+
+        As in torch, a parameter that was frozen since the forward gets none.
+        """
+        if not self.parameter.requires_grad:
+            return
         target = self.unsharded_grad
         if target is None or (self.accepts_in is not None and self.accepts_in != _graph_task()):
             self.acquire_grad_buffer()

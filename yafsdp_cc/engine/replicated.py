@@ -183,7 +183,11 @@ class ReplicatedParams:
 
     def accumulate_grads(self, params: Sequence[FSDPParam], grads: Sequence[Tensor | None]) -> None:
         """Write the gradients of a backward into the buffer that is summed: copied on first touch, added afterwards."""
-        fresh = {p: g for p, g in zip(params, grads, strict=True) if g is not None and not (p.written or g.is_sparse)}
+        fresh = {
+            param: grad
+            for param, grad in zip(params, grads, strict=True)
+            if grad is not None and param.parameter.requires_grad and not (param.written or grad.is_sparse)
+        }
         if fresh:  # in one kernel
             torch._foreach_copy_(cast("list[Tensor]", [p.unsharded_grad for p in fresh]), list(fresh.values()))
         for param, grad in zip(params, grads, strict=True):

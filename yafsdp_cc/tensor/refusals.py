@@ -13,7 +13,7 @@ import torch
 from yafsdp_cc.engine.autograd import GateGradFlow, Narrow
 from yafsdp_cc.engine.param import owner_of
 from yafsdp_cc.engine.state import IterationState, engine_of
-from yafsdp_cc.tensor.shown import LEFT_OVER, SHARDED_AS, UNSHARDED_OF
+from yafsdp_cc.tensor.shown import COPY_OF, LEFT_OVER, SHARDED_AS, UNSHARDED_OF
 
 if TYPE_CHECKING:
     from torch.optim.optimizer import Optimizer
@@ -116,6 +116,7 @@ LOSES_STEPS = {
     "model.parameters()",
     SHARDED_AS: "was made before '{}' was sharded and holds the whole parameter, which is gone: make the optimizer "
     "after shard(), from model.parameters()",
+    COPY_OF: "was made inside whole_parameters and holds a copy of '{}': make it outside, from model.parameters()",
     UNSHARDED_OF: "was made while parameters() showed '{}' unsharded, after unshard() or a forward: call "
     "model.reshard() before it is made, or make it before",
 }
