@@ -201,3 +201,49 @@ def test_losses_put_aside_in_units(frozen: bool) -> None:
     for each in (model, plain):
         each[1:].requires_grad_(not frozen)
     trains_on(model, plain, loss, [inputs(step=step) for step in range(2)], within=1e-6)
+
+
+class Predicting(nn.Module):
+    """Puts a prediction aside, made of what it returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x + torch.tanh(self.inner(x))
+        self.prediction = torch.tanh(self.head(y))
+        return y
+
+
+@ranks(2)
+def test_a_loss_put_aside_behind_the_output_reads_the_weights_of_its_unit() -> None:
+    """Another unit's weights are in the buffer when the backward comes to the unit."""
+
+    def loss(model: Any, x: Tensor) -> Tensor:
+        total: Tensor = model(x).square().mean() + sum(block.prediction.square().mean() for block in model)
+        return total
+
+    model, plain = twins(lambda: nn.Sequential(*(Predicting() for _ in range(5))), units=[Predicting])
+    for block in model:
+        block.set_modules_to_backward_prefetch([model[4]])
+    trains_on(model, plain, loss, [inputs(step=step) for step in range(2)], within=1e-6)
+
+
+@ranks(2)
+def test_a_leaf_among_the_outputs_keeps_no_hooks() -> None:
+    """A hook of an earlier forward would take the next backward for one of that forward."""
+    prompt = numbers(WIDTH, seed=1, grad=True)
+
+    class Prompted(nn.Sequential):
+        def forward(self, x: Tensor) -> Any:
+            return super().forward(x + prompt), prompt
+
+    model, _ = twins(lambda: Prompted(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        y, same = model(mine(inputs(step=step)))
+        assert same is prompt
+        (y.square().mean() + same.square().mean()).backward()
+        optimizer.step()
+    assert not prompt._backward_hooks

@@ -66,6 +66,8 @@ _REPLICATED_SPAN = Span("replicated")
 _graph_task = torch._C._current_graph_task_id
 """Function that returns the id of the backward (autograd's graph task) under way in this thread, or -1."""
 _keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
+_next_node = torch._C._autograd._get_sequence_nr
+"""Function that returns the number which autograd gives the next node that this thread makes."""
 _saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
@@ -653,10 +655,14 @@ def _hook_outputs(
     first_node: int,
     address: int | None = None,
 ) -> Any:
-    """Return ``output`` of a module in ``dtype``, with ``hook`` on each tensor that requires a gradient.
+    """Return ``output`` of a module in ``dtype``, with ``hook`` on each tensor that a node of autograd has made.
 
     A write in place to a view (``x = block(x).flatten(1)``, ``x += y``) takes the view's node out of the graph, and the
     hooks on it: ``hook`` is put on the tensor that is viewed, too, if the forward has made that.
+
+    [Note: outputs are newest] A loss that the module has put aside (``self.loss = head(y)``, then ``return y``) has
+    nodes that are newer than the output's. The backward runs newer nodes first, and those would read weights before
+    ``hook`` has them gathered. Such an output is returned as a view of itself, whose node is the newest.
 
     Args:
         first_node: number that autograd has given the first node of the root's forward.
@@ -664,13 +670,16 @@ def _hook_outputs(
     """
     if dtype is None and hook is None and address is None:
         return output
+    newest = _next_node() - 1
 
     def finish(tensor: Tensor) -> Tensor:
         is_plain = address is not None and type(tensor) is Tensor and tensor.layout is torch.strided
         if is_plain and tensor.untyped_storage().data_ptr() == address:
             tensor = tensor.clone()
         tensor = tensor if dtype is None else convert(tensor, dtype)
-        if hook is not None and tensor.requires_grad:
+        if hook is not None and tensor.grad_fn is not None:  # hooks on a leaf, which no forward makes, would stay on it
+            if tensor.grad_fn._sequence_nr() < newest:
+                tensor = tensor.view_as(tensor)
             tensor.register_hook(hook)
             viewed = tensor._base
             if viewed is not None and viewed.grad_fn is not None and viewed.grad_fn._sequence_nr() >= first_node:
