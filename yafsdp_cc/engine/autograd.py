@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections import namedtuple
+from collections import deque, namedtuple
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -83,11 +83,15 @@ narrow: Callable[[Tensor, FSDPParam, Tensor], Tensor] = super(torch.autograd.Fun
 _ATOMS = (type(None), bool, int, float, str)
 
 
-def map_tensors(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def map_tensors(tree: Any, change: Callable[[Tensor], Tensor], within: tuple[Any, ...] = ()) -> Any:
     """Return ``tree`` with every tensor replaced by ``change(tensor)``; the same object where nothing changed.
 
     Looks into tuples, lists, dicts, dataclasses and whatever is registered with ``torch.utils._pytree``, such as the
     output classes of Hugging Face models. Objects of any other type are returned unchanged, tensors in them, too.
+
+    Args:
+        within: dataclasses that ``tree`` is a part of; a reference back to one of them, as of a tree's node to its
+            parent, is left as it is.
     """
     if isinstance(tree, Tensor):
         return change(tree)
@@ -95,7 +99,7 @@ def map_tensors(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if kind in _ATOMS or (kind is dict and not tree):  # most calls have no keyword arguments
         return tree
     if kind is tuple or kind is list:
-        changed = [map_tensors(item, change) for item in tree]
+        changed = [map_tensors(item, change, within) for item in tree]
         if all(new is old for new, old in zip(changed, tree, strict=True)):
             return tree
         return kind(changed)
@@ -104,26 +108,91 @@ def map_tensors(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
         # ``tree_flatten`` with ``is_leaf`` recurses through a reference cycle, which would keep the tree alive until
         # garbage is collected.
         leaves, spec = node.flatten_fn(tree)
-        changed = [map_tensors(leaf, change) for leaf in leaves]
+        changed = [map_tensors(leaf, change, within) for leaf in leaves]
         if kind is PackedSequence:
             changed[1] = leaves[1]  # ``PackedSequence`` requires its batch sizes on the CPU
         if all(new is old for new, old in zip(changed, leaves, strict=True)):
             return tree
         return node.unflatten_fn(changed, spec)
-    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        return _map_dataclass(tree, change)
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type) and all(tree is not each for each in within):
+        return _map_dataclass(tree, change, (*within, tree))
     return tree
 
 
-def _map_dataclass(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def _map_dataclass(tree: Any, change: Callable[[Tensor], Tensor], within: tuple[Any, ...]) -> Any:
     fresh = None
-    for field in dataclasses.fields(tree):
-        old = getattr(tree, field.name)
-        new = map_tensors(old, change)
+    for name, old in _contents(tree).items():
+        new = map_tensors(old, change, within)
         if new is not old:
             fresh = copy.copy(tree) if fresh is None else fresh
-            object.__setattr__(fresh, field.name, new)
+            object.__setattr__(fresh, name, new)
     return tree if fresh is None else fresh
+
+
+def _contents(container: Any) -> dict[Any, Any]:
+    """Return what a list, dict or dataclass holds: by index, by key, or by the name of a field that has a value."""
+    if isinstance(container, (list, deque)):
+        return dict(enumerate(container))
+    if isinstance(container, dict):
+        return dict(container)
+    names = [field.name for field in dataclasses.fields(container)]
+    return {name: getattr(container, name) for name in names if hasattr(container, name)}
+
+
+class CopiedContainer:
+    """A list, dict or dataclass in a module's arguments, and the copy with other tensors that its forward gets.
+
+    Args:
+        given: the container that the caller has passed.
+        passed: the copy that ``map_tensors`` has made.
+    """
+
+    def __init__(self, given: Any, passed: Any) -> None:
+        self.given, self.passed = given, passed
+        self._before = _contents(passed)
+
+    def written(self) -> dict[Any, Any]:
+        """Return what the forward has put into the copy, by index, key or field."""
+        kept = {id(each) for each in self._before.values()}
+        return {key: each for key, each in _contents(self.passed).items() if id(each) not in kept}
+
+    def write_back(self, written: dict[Any, Any]) -> None:
+        """Change the caller's container as the forward has changed the copy: ``skips.append(x)``, ``batch["x"] = x``.
+
+        What the forward has left in the copy remains the caller's own.
+
+        Args:
+            written: the values to put in, as of ``written()``.
+        """
+        before, after, own = self._before, _contents(self.passed), _contents(self.given)
+        if after.keys() == before.keys() and all(after[key] is each for key, each in before.items()):
+            return
+        originals = {id(each): own[key] for key, each in before.items()}
+        values = {key: written[key] if key in written else originals[id(each)] for key, each in after.items()}
+        if isinstance(self.given, (list, deque)):
+            self.given.clear()
+            self.given.extend(values.values())
+        elif isinstance(self.given, dict):
+            self.given.clear()
+            self.given.update(values)
+        else:
+            for name, value in values.items():
+                object.__setattr__(self.given, name, value)
+
+
+def copied_containers(given: Any, passed: Any) -> list[CopiedContainer]:
+    """Return the lists, dicts and dataclasses within ``given`` that ``map_tensors`` has copied to make ``passed``."""
+    if given is passed or isinstance(given, Tensor):
+        return []
+    if isinstance(given, tuple):
+        found, own, copies = [], dict(enumerate(given)), dict(enumerate(passed))
+    elif isinstance(given, (list, deque, dict)) or dataclasses.is_dataclass(given):
+        found, own, copies = [CopiedContainer(given, passed)], _contents(given), _contents(passed)
+    else:
+        return []
+    for key, each in own.items():
+        found += copied_containers(each, copies[key])
+    return found
 
 
 def convert_tensors(tree: Any, dtype: torch.dtype | None, device: torch.device | None = None) -> Any:
