@@ -49,6 +49,13 @@ class GateGradFlow(torch.autograd.Function):
     def backward(ctx: Any, _: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         return (None, None, *ctx.gated.post_backward(grads))
 
+    @staticmethod
+    def jvp(ctx: Any, *_: Any) -> None:
+        raise NotImplementedError(
+            "forward-mode differentiation of a sharded model whose graph is recorded: tangents do not go through it. "
+            "Compute them under torch.no_grad(), or on an unsharded model"
+        )
+
 
 class Narrow(torch.autograd.Function):
     """Identity on a parameter's view of the weight buffer; its backward writes the gradient and passes nothing on.

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 PARTS = "_yafsdp_cc_parts"
 """Name of an attribute of sharded modules: handles of the hooks on parts of them that may be called alone."""
+_tracing_state = torch._C._get_tracing_state
 _functorch_stack = torch._C._functorch.peek_interpreter_stack
 """Function that returns the transforms of ``torch.func`` under way, or None."""
 
@@ -54,6 +55,12 @@ def pre_forward_of(
         raise NotImplementedError(
             f"a transform of torch.func (grad, jvp, vmap, ...) around a sharded {type(called).__name__}: neither "
             "collectives nor buffers go through those. Use torch.autograd, or an unsharded model"
+        )
+    if _tracing_state() is not None or torch.compiler.is_exporting():
+        raise NotImplementedError(
+            f"torch.jit.trace, torch.export or torch.onnx.export of a sharded {type(called).__name__}: the graph would "
+            "hold the weights that are gathered now as constants. Call yafsdp_cc.unshard_model(model) first, on every "
+            "rank"
         )
     state: FSDPState | None = module.__dict__.get(STATE)
     if state is None or state.outdated:
