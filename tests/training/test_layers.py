@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.utils import parametrizations, spectral_norm, weight_norm
 
 from tests.models import WIDTH, Block
@@ -50,6 +51,46 @@ def test_recurrent_layers(kind: type[nn.RNNBase]) -> None:
     trains_on(model, plain, square, steps, within=1e-5)
     with torch.no_grad():
         agrees(model, plain, steps[0][0])
+
+
+@pytest.mark.parametrize("norm", [weight_norm, parametrizations.weight_norm])
+@ranks(2)
+def test_recurrent_layers_with_weights_of_their_own_making(norm: Callable[..., nn.Module]) -> None:
+    def build() -> nn.Module:
+        layers = [Recurrent(nn.LSTM) for _ in range(3)]
+        for layer in layers:
+            norm(layer.cells, "weight_hh_l0")
+        return nn.Sequential(*layers)
+
+    model, plain = twins(build)
+    steps = [[numbers(2, 5, WIDTH, seed=10 * step + rank) for rank in range(2)] for step in range(2)]
+    trains_on(model, plain, square, steps, within=1e-5)
+
+
+class Scaled(nn.Module):
+    """Reads numbers that are noted on its parameters, a large and a small one, as muP's shapes are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner: Any = nn.Linear(WIDTH, WIDTH)
+        self.inner.weight.gain, self.inner.bias.gain = 0.5, 0.25
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = torch.tanh(self.inner(x)) * self.inner.weight.gain + self.inner.bias.gain
+        return out
+
+
+@pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.bfloat16)])
+@ranks(2)
+def test_attributes_of_parameters_are_there_in_forwards(policy: MixedPrecisionPolicy) -> None:
+    model, plain = twins(lambda: nn.Sequential(*(Scaled() for _ in range(3))), mp_policy=policy)
+    steps = [inputs(step=step) for step in range(2)]
+    if policy.param_dtype is None:
+        trains_on(model, plain, square, steps, within=1e-6)
+    else:
+        square(model, mine(steps[0])).backward()
+    with torch.no_grad():
+        model(mine(steps[0]))
 
 
 @ranks(2)

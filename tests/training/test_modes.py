@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import yafsdp_cc
@@ -124,4 +125,34 @@ def test_torch_func_is_refused(first: bool) -> None:
     ):
         with pytest.raises(NotImplementedError, match=r"a transform of torch\.func .* around a sharded .*Sequential"):
             transform()
+    trains_on(model, plain, square, [inputs()])
+
+
+@ranks(2)
+def test_forward_mode_differentiation_is_right_or_refused_by_name() -> None:
+    model, plain = twins(stack)
+    x, direction = mine(inputs()), mine(inputs(step=1))
+
+    def tangent(each: nn.Module) -> Tensor:
+        with forward_ad.dual_level():
+            found: Tensor = forward_ad.unpack_dual(each(forward_ad.make_dual(x, direction))).tangent
+            return found.clone()
+
+    with torch.no_grad():
+        torch.testing.assert_close(tangent(model), tangent(plain))
+    with pytest.raises(NotImplementedError, match=r"forward-mode differentiation .* under torch\.no_grad"):
+        tangent(model)
+    trains_on(model, plain, square, [inputs()])
+
+
+@pytest.mark.parametrize("first", [True, False])
+@ranks(2)
+def test_tracing_and_export_are_refused_by_name(first: bool) -> None:
+    model, plain = twins(stack)
+    x = mine(inputs())
+    if not first:
+        model(x)
+    for trace in (lambda: torch.jit.trace(model, x), lambda: torch.export.export(model, (x,))):
+        with pytest.raises(NotImplementedError, match=r"of a sharded .*Sequential.*unshard_model"):
+            trace()
     trains_on(model, plain, square, [inputs()])

@@ -121,3 +121,28 @@ def test_a_parameter_that_one_rank_uses_in_one_of_several_reduced_micro_batches(
                 model.zero_grad()  # also of what this rank has not used
         same_gradients(model, added(*(means(plain, used, batch) for batch in batches[step:])), 1e-6)
         model.zero_grad()
+
+
+class Prompted(nn.Module):
+    """A small trained vector before frozen units, which only some forwards add."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prompt = nn.Parameter(torch.ones(WIDTH))
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4))
+        self.blocks[:3].requires_grad_(False)
+
+    def forward(self, x: Tensor, uses: bool) -> Tensor:
+        x = x + self.prompt if uses else x
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@ranks(2, timeout=30)
+def test_a_small_parameter_before_frozen_units_that_one_rank_uses() -> None:
+    model, plain = twins(Prompted)
+    steps = [
+        list(zip(inputs(step=step), uses, strict=True)) for step, uses in enumerate([[True, False], [False, True]])
+    ]
+    trains_on(model, plain, lambda m, batch: m(*batch).square().mean(), steps, within=1e-6)

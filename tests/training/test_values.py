@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections import deque
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
+import yafsdp_cc
 from tests.models import WIDTH
 from tests.ranks import ranks
-from tests.twins import inputs, means, mine, numbers, same_gradients, square, trains_on, twins
+from tests.twins import inputs, means, mine, numbers, same_gradients, seeded, square, trains_on, twins
 
 
 class State(NamedTuple):
@@ -201,3 +205,138 @@ def test_losses_put_aside_in_units(frozen: bool) -> None:
     for each in (model, plain):
         each[1:].requires_grad_(not frozen)
     trains_on(model, plain, loss, [inputs(step=step) for step in range(2)], within=1e-6)
+
+
+class Predicting(nn.Module):
+    """Puts a prediction aside, made of what it returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x + torch.tanh(self.inner(x))
+        self.prediction = torch.tanh(self.head(y))
+        return y
+
+
+@ranks(2)
+def test_a_loss_put_aside_behind_the_output_reads_the_weights_of_its_unit() -> None:
+    """Another unit's weights are in the buffer when the backward comes to the unit."""
+
+    def loss(model: Any, x: Tensor) -> Tensor:
+        total: Tensor = model(x).square().mean() + sum(block.prediction.square().mean() for block in model)
+        return total
+
+    model, plain = twins(lambda: nn.Sequential(*(Predicting() for _ in range(5))), units=[Predicting])
+    for block in model:
+        block.set_modules_to_backward_prefetch([model[4]])
+    trains_on(model, plain, loss, [inputs(step=step) for step in range(2)], within=1e-6)
+
+
+@ranks(2)
+def test_a_leaf_among_the_outputs_keeps_no_hooks() -> None:
+    """A hook of an earlier forward would take the next backward for one of that forward."""
+    prompt = numbers(WIDTH, seed=1, grad=True)
+
+    class Prompted(nn.Sequential):
+        def forward(self, x: Tensor) -> Any:
+            return super().forward(x + prompt), prompt
+
+    model, _ = twins(lambda: Prompted(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        y, same = model(mine(inputs(step=step)))
+        assert same is prompt
+        (y.square().mean() + same.square().mean()).backward()
+        optimizer.step()
+    assert not prompt._backward_hooks
+
+
+@dataclass
+class Shared:
+    """What blocks hand on to each other; ``late`` has no value at first."""
+
+    x: Tensor
+    seen: list[Tensor]
+    sums: dict[str, Tensor]
+    late: Tensor = field(init=False)
+    count: int = 0
+
+
+class Filling(nn.Module):
+    """Returns nothing: changes what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.gate = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, shared: Shared, losses: list[Tensor], *, skips: deque[Tensor]) -> None:
+        x = shared.x + skips.popleft() + torch.tanh(self.inner(shared.x))
+        skips.append(x)
+        shared.x, shared.late, shared.count = x, x.detach(), shared.count + 1
+        shared.seen.insert(0, x)
+        shared.sums["last"] = x.sum()
+        losses.append(torch.sigmoid(self.gate(x)).square().mean())
+
+
+class Filled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.blocks = nn.Linear(WIDTH, WIDTH), nn.ModuleList(Filling() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        shared, losses, skips = Shared(2 * x, [x], {"first": x.sum()}), [], deque([x, 0.5 * x])
+        for index, block in enumerate(self.blocks):
+            assert block(shared, losses, skips=skips) is None
+            assert len(losses) == shared.count == index + 1
+            assert len(skips) == 2
+            assert shared.seen[-1] is x
+            assert torch.equal(shared.late, shared.x)
+        total: Tensor = torch.stack(shared.seen).square().mean() + sum(losses) + 0.01 * shared.sums["last"]
+        return total + skips.popleft().mean()
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@ranks(2)
+def test_containers_among_the_arguments_keep_what_a_unit_puts_into_them(reshard: bool) -> None:
+    model, plain = twins(Filled, units=[Filling], reshard_after_forward=reshard)
+    trains_on(model, plain, lambda m, x: m(x), [inputs(step=step) for step in range(2)], within=1e-6)
+    policy = MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float32)
+    yafsdp_cc.shard(seeded(Filled), units=[Filling], mp_policy=policy)(mine(inputs())).backward()
+
+
+@dataclass
+class Node:
+    value: Tensor
+    children: list[Node] = field(default_factory=list)
+    parent: Node | None = None
+
+
+class Climbing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, node: Node) -> Tensor:
+        return torch.tanh(self.inner(node.value + sum(child.value for child in node.children)))
+
+
+class Climbed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Climbing() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        root = Node(2 * x)
+        root.children += [Node(x, parent=root), Node(x * x, parent=root)]
+        for block in self.blocks:
+            root.value = root.children[0].value = block(root)
+        return root.value
+
+
+@ranks(2)
+def test_nodes_of_a_tree_refer_to_their_parents() -> None:
+    model, plain = twins(Climbed, units=[Climbing])
+    trains_on(model, plain, square, [inputs(step=step) for step in range(2)], within=1e-6)

@@ -13,9 +13,9 @@ from __future__ import annotations
 import math
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -70,9 +70,12 @@ class FSDPParam(StepState):
         self._lists = tuple(
             (module._flat_weights, module._flat_weights_names.index(attribute))
             for module, attribute in sites
-            if isinstance(module, nn.RNNBase)  # an RNN's forward reads a list of its weights, not the attributes
+            # an RNN's forward reads a list of its weights, in which weight_norm puts others than its parameters
+            if isinstance(module, nn.RNNBase) and attribute in module._flat_weights_names
         )
         self.extent = extent
+        self.notes: Mapping[str, Any] = {}
+        """Attributes that users and frameworks have set on the whole parameter, which forwards find on the view."""
         self.index = -1
         """Number of the parameter among all parameters of the model."""
         self.span = (0, 0)
@@ -149,6 +152,8 @@ class FSDPParam(StepState):
         if self.spec.tensor_parallel is not None:
             view = self.spec.tensor_parallel.wrap_unsharded(view)
         view._is_param = True  # makes isinstance(view, nn.Parameter) true
+        if self.notes:
+            view.__dict__.update(self.notes)
         for place, attribute in self._places:
             place[attribute] = view
         for weights, index in self._lists:

@@ -135,6 +135,8 @@ class FSDPState(_ModelStep):
         self.params: tuple[FSDPParam, ...] = (*sharded, *self.replicated.params)
         for index, param in enumerate(self.params):
             param.index = index
+        self.root_replicated: tuple[FSDPParam, ...] = ()
+        """Replicated parameters that are in no group: each rank's forward may use them before any group or not."""
         self.outdated = False
         """Whether a setting has changed that takes effect only when the engine is made anew."""
         self.retired = False
@@ -438,7 +440,7 @@ class FSDPState(_ModelStep):
             iteration.note_frozen(group.params, call.unsharded.views)
         views = [
             narrow(anchor, param, view) if param.parameter.requires_grad else view
-            for param, view in zip(group.params, call.unsharded.views, strict=True)
+            for param, view in zip(group.params, call.views, strict=True)
         ]
         return args, kwargs, views
 
@@ -698,7 +700,7 @@ class IterationState:
     def gate(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Make the root gate over ``tensors`` and the replicated parameters; return the gated tensors."""
         self.has_gate = True
-        self.trains = bool(tensors)
+        self.trains = bool(tensors) or any(param.parameter.requires_grad for param in self.state.root_replicated)
         self.trained, leaves = self.state.replicated.register_unsharded()
         replicated = self.state.replicated
         self.note_frozen(replicated.params, [leaf for flat in replicated.flats for leaf in flat.leaves])
@@ -809,6 +811,8 @@ class GroupCall:
         """Whether the backward reaches this call on every rank that trains the same parameters."""
         self.needs_weights = group.unshards_in_backward
         """Whether the backward gathers the weights."""
+        self.views = group.views_for(unsharded)
+        """Weights that the forward reads."""
         self._fills = unsharded.buffer.fills
         self._versions = unsharded.buffer.versions
         # Activation checkpointing saves tensors by hooks: the backward then reads recomputed tensors, not those of this
@@ -879,9 +883,12 @@ class GroupCall:
             lent = sum(each.count_uses(unsharded) for each in others)
             uses_buffer = group.unshard_for_backward(unsharded, lent, needed=not self._is_packed)
             self._fills = unsharded.buffer.fills
-        # where nothing is gathered, a tensor's hook that reads a weight gets the sharded one, not another group's
-        are_gathered = self.needs_weights or self._is_packed
-        group.register_unsharded(group.leaves(unsharded) if are_gathered else [p.parameter for p in group.params])
+        if self.needs_weights or self._is_packed:
+            group.register_unsharded(group.leaves(unsharded))
+        elif self.views is not self.unsharded.views:
+            group.register_unsharded(self.views)
+        else:  # a tensor's hook that reads a weight gets the sharded one, not another group's
+            group.register_unsharded([param.parameter for param in group.params])
         if backward.wants_grads:
             group.acquire_grad_buffer()
         if backward.reduces:

@@ -557,6 +557,8 @@ def _connect(state: FSDPState) -> None:
         for flat in group.flats:
             flat.group = group
         group.uses_root_params = group is not root_group and not tied.isdisjoint(inside)
+    grouped = {param for group in state.groups for param in group.replicated}
+    state.root_replicated = tuple(param for param in state.replicated.params if param not in grouped)
     for param in state.params:
         param.engine = weakref.ref(state)
     by_spec = {group.spec: group for group in state.groups}

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
+from yafsdp_cc.engine.autograd import copied_containers
 from yafsdp_cc.engine.param_group import OF_ENGINE
 from yafsdp_cc.engine.spec import spec_of
 from yafsdp_cc.engine.state import GROUP, STATE
@@ -19,11 +20,13 @@ from yafsdp_cc.sharding.units import is_called
 from yafsdp_cc.tensor.refusals import refuse_inputs
 
 if TYPE_CHECKING:
+    from yafsdp_cc.engine.autograd import CopiedContainer
     from yafsdp_cc.engine.param_group import ParamGroup
     from yafsdp_cc.engine.state import FSDPState
 
 PARTS = "_yafsdp_cc_parts"
 """Name of an attribute of sharded modules: handles of the hooks on parts of them that may be called alone."""
+_tracing_state = torch._C._get_tracing_state
 _functorch_stack = torch._C._functorch.peek_interpreter_stack
 """Function that returns the transforms of ``torch.func`` under way, or None."""
 
@@ -54,18 +57,29 @@ def pre_forward_of(
             f"a transform of torch.func (grad, jvp, vmap, ...) around a sharded {type(called).__name__}: neither "
             "collectives nor buffers go through those. Use torch.autograd, or an unsharded model"
         )
+    if _tracing_state() is not None or torch.compiler.is_exporting():
+        raise NotImplementedError(
+            f"torch.jit.trace, torch.export or torch.onnx.export of a sharded {type(called).__name__}: the graph would "
+            "hold the weights that are gathered now as constants. Call yafsdp_cc.unshard_model(model) first, on every "
+            "rank"
+        )
     state: FSDPState | None = module.__dict__.get(STATE)
     if state is None or state.outdated:
         state = current_state(module)
     group: ParamGroup | None = module.__dict__.get(GROUP)
+    given = (args, *kwargs.values())  # ``kwargs`` itself is no container of the caller's
+    finish: Callable[[Any], Any]
     try:
         if group is None:
-            return state.pre_root_forward(called, args, kwargs)
-        args, kwargs, forward = state.pre_forward(group, args, kwargs)
-        return args, kwargs, partial(state.post_forward, group, forward)
+            args, kwargs, finish = state.pre_root_forward(called, args, kwargs)
+        else:
+            args, kwargs, forward = state.pre_forward(group, args, kwargs)
+            finish = partial(state.post_forward, group, forward)
     except Exception:
         state.interrupted = True
         raise
+    copied = copied_containers(given, (args, *kwargs.values()))
+    return args, kwargs, partial(_finish_with_containers, copied, finish) if copied else finish
 
 
 def install_hooks(module: nn.Module, part: nn.Module | None = None) -> list[Any]:
@@ -95,6 +109,14 @@ def install_hooks(module: nn.Module, part: nn.Module | None = None) -> list[Any]
         hooked.register_forward_pre_hook(_uncompiled(pre_forward, part is not None), prepend=True, with_kwargs=True),
         hooked.register_forward_hook(_uncompiled(post_forward, part is not None), always_call=True),
     ]
+
+
+def _finish_with_containers(copied: Sequence[CopiedContainer], finish: Callable[[Any], Any], output: Any) -> Any:
+    """Return ``finish(output)``; what the forward has put into containers of its arguments is output, too."""
+    output, written = finish((output, [each.written() for each in copied]))
+    for container, values in zip(copied, written, strict=True):
+        container.write_back(values)
+    return output
 
 
 def hook_parts(module: nn.Module) -> None:

@@ -188,6 +188,8 @@ def _replace(param: FSDPParam, buffer: Tensor, whole: nn.Parameter) -> None:
     wraps = tensors_of(whole) if isinstance(param, ClassParam) else ()
     notes = {name: note for name, note in vars(whole).items() if all(note is not each for each in wraps)}
     parameter.__dict__.update(notes)  # attributes that users and frameworks have set on the parameter
+    if type(param) is FSDPParam:  # a forward sees one of another class with the attributes of that class
+        param.notes = notes
     take_grads_of_autograd(parameter)
     param.parameter, param.local = parameter, local
     param.set_parameter(parameter)
