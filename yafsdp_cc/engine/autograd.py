@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections import deque, namedtuple
+from collections import namedtuple
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -48,13 +48,6 @@ class GateGradFlow(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, _: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         return (None, None, *ctx.gated.post_backward(grads))
-
-    @staticmethod
-    def jvp(ctx: Any, *_: Any) -> None:
-        raise NotImplementedError(
-            "forward-mode differentiation of a sharded model whose graph is recorded: tangents do not go through it. "
-            "Compute them under torch.no_grad(), or on an unsharded model"
-        )
 
 
 class Narrow(torch.autograd.Function):
@@ -96,11 +89,8 @@ def map_tensors(tree: Any, change: Callable[[Tensor], Tensor], within: tuple[Any
     """Return ``tree`` with every tensor replaced by ``change(tensor)``; the same object where nothing changed.
 
     Looks into tuples, lists, dicts, dataclasses and whatever is registered with ``torch.utils._pytree``, such as the
-    output classes of Hugging Face models. Objects of any other type are returned unchanged, tensors in them, too.
-
-    Args:
-        within: dataclasses that ``tree`` is a part of; a reference back to one of them, as of a tree's node to its
-            parent, is left as it is.
+    output classes of Hugging Face models. Objects of any other type are returned unchanged, tensors in them, too, and
+    so are dataclasses that ``tree`` is a part of (``within``), as the parent of a tree's node is.
     """
     if isinstance(tree, Tensor):
         return change(tree)
@@ -130,78 +120,13 @@ def map_tensors(tree: Any, change: Callable[[Tensor], Tensor], within: tuple[Any
 
 def _map_dataclass(tree: Any, change: Callable[[Tensor], Tensor], within: tuple[Any, ...]) -> Any:
     fresh = None
-    for name, old in _contents(tree).items():
+    for field in dataclasses.fields(tree):
+        old = getattr(tree, field.name, None)  # a field may have no value
         new = map_tensors(old, change, within)
         if new is not old:
             fresh = copy.copy(tree) if fresh is None else fresh
-            object.__setattr__(fresh, name, new)
+            object.__setattr__(fresh, field.name, new)
     return tree if fresh is None else fresh
-
-
-def _contents(container: Any) -> dict[Any, Any]:
-    """Return what a list, dict or dataclass holds: by index, by key, or by the name of a field that has a value."""
-    if isinstance(container, (list, deque)):
-        return dict(enumerate(container))
-    if isinstance(container, dict):
-        return dict(container)
-    names = [field.name for field in dataclasses.fields(container)]
-    return {name: getattr(container, name) for name in names if hasattr(container, name)}
-
-
-class CopiedContainer:
-    """A list, dict or dataclass in a module's arguments, and the copy with other tensors that its forward gets.
-
-    Args:
-        given: the container that the caller has passed.
-        passed: the copy that ``map_tensors`` has made.
-    """
-
-    def __init__(self, given: Any, passed: Any) -> None:
-        self.given, self.passed = given, passed
-        self._before = _contents(passed)
-
-    def written(self) -> dict[Any, Any]:
-        """Return what the forward has put into the copy, by index, key or field."""
-        kept = {id(each) for each in self._before.values()}
-        return {key: each for key, each in _contents(self.passed).items() if id(each) not in kept}
-
-    def write_back(self, written: dict[Any, Any]) -> None:
-        """Change the caller's container as the forward has changed the copy: ``skips.append(x)``, ``batch["x"] = x``.
-
-        What the forward has left in the copy remains the caller's own.
-
-        Args:
-            written: the values to put in, as of ``written()``.
-        """
-        before, after, own = self._before, _contents(self.passed), _contents(self.given)
-        if after.keys() == before.keys() and all(after[key] is each for key, each in before.items()):
-            return
-        originals = {id(each): own[key] for key, each in before.items()}
-        values = {key: written[key] if key in written else originals[id(each)] for key, each in after.items()}
-        if isinstance(self.given, (list, deque)):
-            self.given.clear()
-            self.given.extend(values.values())
-        elif isinstance(self.given, dict):
-            self.given.clear()
-            self.given.update(values)
-        else:
-            for name, value in values.items():
-                object.__setattr__(self.given, name, value)
-
-
-def copied_containers(given: Any, passed: Any) -> list[CopiedContainer]:
-    """Return the lists, dicts and dataclasses within ``given`` that ``map_tensors`` has copied to make ``passed``."""
-    if given is passed or isinstance(given, Tensor):
-        return []
-    if isinstance(given, tuple):
-        found, own, copies = [], dict(enumerate(given)), dict(enumerate(passed))
-    elif isinstance(given, (list, deque, dict)) or dataclasses.is_dataclass(given):
-        found, own, copies = [CopiedContainer(given, passed)], _contents(given), _contents(passed)
-    else:
-        return []
-    for key, each in own.items():
-        found += copied_containers(each, copies[key])
-    return found
 
 
 def convert_tensors(tree: Any, dtype: torch.dtype | None, device: torch.device | None = None) -> Any:

@@ -183,17 +183,14 @@ class ReplicatedParams:
 
     def accumulate_grads(self, params: Sequence[FSDPParam], grads: Sequence[Tensor | None]) -> None:
         """Write the gradients of a backward into the buffer that is summed: copied on first touch, added afterwards."""
-        fresh = {
-            param: grad
-            for param, grad in zip(params, grads, strict=True)
-            if grad is not None and param.parameter.requires_grad and not (param.written or grad.is_sparse)
-        }
+        found = [(p, grad) for p, grad in zip(params, grads, strict=True) if grad is not None]
+        fresh = {p: g for p, g in found if p.parameter.requires_grad and not (p.written or g.is_sparse)}
         if fresh:  # in one kernel
             torch._foreach_copy_(cast("list[Tensor]", [p.unsharded_grad for p in fresh]), list(fresh.values()))
-        for param, grad in zip(params, grads, strict=True):
+        for param, grad in found:
             if param in fresh:
                 param.written = True
-            elif grad is not None:
+            else:
                 param.accumulate_grad(grad)
         for param, leaf in zip(self.params, self._leaves, strict=True):
             if leaf.grad is not None:  # reentrant checkpointing has recomputed operations on the leaf

@@ -335,7 +335,6 @@ class FSDPState(_ModelStep):
         for flat in self.replicated.flats:
             flat.check_unwritten()
         if iteration is not None and iteration.has_gate:
-            iteration.check_frozen()
             for observer in self.context.observers:
                 observer.after_forward()
 
@@ -436,8 +435,6 @@ class FSDPState(_ModelStep):
             return list(gated)
 
         args, kwargs = gate_tensors(through, args, kwargs)
-        if group is self.root_group:
-            iteration.note_frozen(group.params, call.unsharded.views)
         views = [
             narrow(anchor, param, view) if param.parameter.requires_grad else view
             for param, view in zip(group.params, call.views, strict=True)
@@ -665,9 +662,6 @@ class IterationState:
         self.calls: list[GroupCall] = []
         self.trained: list[FSDPParam] = []
         """Replicated parameters whose gradients pass through the root gate."""
-        self.frozen: list[tuple[FSDPParam, Tensor]] = []
-        """Replicated parameters, and those of the root's group, that this forward shows without a gradient, each with
-        the tensor that it shows."""
         self.trains = False
         """Whether an input or a parameter seen so far requires a gradient, so that later calls expect a backward;
         equal on all ranks that train the same parameters."""
@@ -702,29 +696,12 @@ class IterationState:
         self.has_gate = True
         self.trains = bool(tensors) or any(param.parameter.requires_grad for param in self.state.root_replicated)
         self.trained, leaves = self.state.replicated.register_unsharded()
-        replicated = self.state.replicated
-        self.note_frozen(replicated.params, [leaf for flat in replicated.flats for leaf in flat.leaves])
         self.anchor, *gated = gate(self, self.state.leaf, *tensors, *leaves)
         assert self.anchor.grad_fn is not None
         self.first_node = self.anchor.grad_fn._sequence_nr()
         for param, view in zip(self.trained, gated[len(tensors) :], strict=True):
             param.register_unsharded(view)
         return list(gated[: len(tensors)])
-
-    def note_frozen(self, params: Sequence[FSDPParam], views: Sequence[Tensor]) -> None:
-        """Note those of ``params`` that this forward shows, as ``views`` and to its end, without a gradient."""
-        pairs = zip(params, views, strict=True)
-        self.frozen += [(param, view) for param, view in pairs if not param.parameter.requires_grad]
-
-    def check_frozen(self) -> None:
-        """Raise a ``RuntimeError`` if a parameter was unfrozen within this forward, which would lose its gradient."""
-        for param, view in self.frozen:
-            if param.parameter.requires_grad or view.requires_grad:
-                view.requires_grad_(False)
-                raise RuntimeError(
-                    f"'{param.spec.name}' was unfrozen within the forward of the model, which goes on without its "
-                    "gradient: call requires_grad_(), or set_adapter() of PEFT, before the forward"
-                )
 
     def pre_backward(self, _: Tensor) -> None:
         """Handle that a gradient has reached an output of the root."""

@@ -42,7 +42,7 @@ from yafsdp_cc.sharding.units import ROOT, TAKE_TURNS
 from yafsdp_cc.sharding.watch import watch
 from yafsdp_cc.tensor.dtensor import engines
 from yafsdp_cc.tensor.loading import take_back
-from yafsdp_cc.tensor.module_parameters import ModelContents
+from yafsdp_cc.tensor.module_parameters import ModelContents, check_unchanged
 from yafsdp_cc.tensor.reductions import fingerprints
 from yafsdp_cc.tensor.shown import sharded_as
 from yafsdp_cc.tensor.unsharded import StayUnsharded
@@ -153,7 +153,7 @@ def _check(model: nn.Module, specs: Sequence[ParamGroupSpec]) -> None:
         for part in spec.parts:
             check_local_tensors(part)
             if (waiting := next((param for param in part.params if param.local.is_meta), None)) is not None:
-                waiting.check_unchanged()
+                check_unchanged(waiting)
                 raise RuntimeError(
                     f"'{waiting.spec.name}' is still on the meta device: call model.to_empty(device=...) and "
                     "initialise the weights, or load them (load_state_dict(..., assign=True)), before the first forward"
