@@ -176,9 +176,9 @@ def hook_outputs(
     A write in place to a view (``x = block(x).flatten(1)``, ``x += y``) takes the view's node out of the graph, and the
     hooks on it: ``hook`` is put on the tensor that is viewed, too, if the forward has made that.
 
-    [Note: outputs are newest] A loss that the module has put aside (``self.loss = head(y)``, then ``return y``) has
-    nodes that are newer than the output's. The backward runs newer nodes first, and those would read weights before
-    ``hook`` has them gathered. Such an output is returned as a view of itself, whose node is the newest.
+    [Note: outputs are newest] The backward runs newer nodes first. Those of a loss that the module has put aside
+    (``self.loss = head(y)``, then ``return y``) would read weights before ``hook`` has them gathered. So an output
+    that is older is returned as a view of itself, whose node is the newest.
 
     Args:
         first_node: number that autograd has given the first node of the root's forward.

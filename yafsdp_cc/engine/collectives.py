@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from yafsdp_cc.engine.agreement import Agreement
+from yafsdp_cc.engine.agreement import Agreement, Describe, Operation
 from yafsdp_cc.engine.protocols import AllGather, ReduceScatter
 
 if TYPE_CHECKING:
-    from yafsdp_cc.engine.agreement import Describe, Operation
     from yafsdp_cc.engine.communicator import CommContext, Works
     from yafsdp_cc.engine.param import FlatParam
 
@@ -158,8 +157,6 @@ class ExactReduceScatter(ReduceScatter):
                 total.add_(other)
         return total if self._scale == 1 else total.mul_(self._scale)
 
-
-# The collectives that ranks issue ----------------------------------------------------------------------------------
 
 _MASK = (1 << 64) - 1
 _LONG, _SHORT = 1_000_003, 256 * 1_000_003

@@ -181,9 +181,8 @@ class GroupContext(_ContextStep):
     def warn_of_kept_grads(self) -> None:
         """Warn once of the memory that unsharded gradients take that are kept from one backward to the next."""
         if not self.has_warned and self.gather.comm.rank == 0:
-            keeping = [
-                g for g in self.groups if not (g.spec.settings.requires_gradient_sync or g.is_alone_in_grad_buffer)
-            ]
+            unsynced = (group for group in self.groups if not group.spec.settings.requires_gradient_sync)
+            keeping = [group for group in unsynced if not group.is_alone_in_grad_buffer]
             nbytes = sum(unsharded_grad_bytes([flat for flat in group.flats if flat.trainable]) for group in keeping)
             is_planned = any(group.spec.role is not None for group in keeping)  # ``shard``, which plans, sets roles
             _log.warning(

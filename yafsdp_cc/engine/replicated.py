@@ -235,9 +235,6 @@ class ReplicatedParams:
             param.written, leaf.grad = False, None
 
 
-# Unused parameters -------------------------------------------------------------------------------------------------
-
-
 def usage_flags(reduced: Mapping[FSDPParam, bool], count: int, is_fed: Callable[[FSDPParam], bool]) -> list[float]:
     """Return 1 for each of ``count`` parameters that this rank knows a gradient of, to be summed over ranks.
 

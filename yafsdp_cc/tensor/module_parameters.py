@@ -136,7 +136,7 @@ def _lies_in_shard(param: FSDPParam) -> bool:
 
 
 def check_unchanged(param: FSDPParam) -> None:
-    """Raise a ``RuntimeError`` if modules hold another parameter in place of ``param``'s, or that has left the shard."""
+    """Raise a ``RuntimeError`` if modules hold another parameter in place of this one, or it has left the shard."""
     if not param.is_held or not _lies_in_shard(param):
         raise RuntimeError(
             f"'{param.spec.name}' was replaced or converted after shard(), or this call is inside whole_parameters: "
