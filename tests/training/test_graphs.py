@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from tests import internals
 from tests.models import CASES, LENGTH, WIDTH, Mlp, Recursive, Transformer
@@ -192,8 +193,9 @@ def test_gradients_of_parameters_alone_are_refused_by_name(name: str) -> None:
     for loss in (square(model, mine(batches)), penalised):
         with pytest.raises(RuntimeError, match=rf"gradient of '{name}'.* and read \.grad"):
             torch.autograd.grad(loss, [parameter], allow_unused=True)
-        with pytest.raises(RuntimeError, match=rf"gradient of '{name}'"):
-            loss.backward(inputs=[parameter])
+        for output in (loss, get_gradient_edge(loss)):
+            with pytest.raises(RuntimeError, match=rf"gradient of '{name}'"):
+                torch.autograd.backward(output, inputs=[parameter])
     (found,) = torch.autograd.grad(parameter.square().sum(), parameter)
     assert torch.equal(found.full_tensor(), 2 * plain.get_parameter(name).detach())
     assert all(parameter.grad is None for parameter in model.parameters())

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd.graph import GradientEdge
 
 from yafsdp_cc.engine.autograd import GateGradFlow, Narrow
 from yafsdp_cc.engine.param import owner_of
@@ -162,7 +163,7 @@ def _params_behind(node: Any) -> Sequence[FSDPParam]:
     return ()
 
 
-def refuse_inputs(outputs: Iterable[torch.Tensor], inputs: Iterable[Any]) -> None:
+def refuse_inputs(outputs: Iterable[torch.Tensor | GradientEdge], inputs: Iterable[Any]) -> None:
     """Refuse a backward for the gradients of ``inputs`` alone if a forward has gathered one of them for ``outputs``.
 
     The graph has the gathered weight in place of the sharded parameter: without this check the parameter's gradient
@@ -174,7 +175,7 @@ def refuse_inputs(outputs: Iterable[torch.Tensor], inputs: Iterable[Any]) -> Non
     specs = [spec for each in inputs if (spec := getattr(each, "shard_spec", None)) is not None]
     if not specs:
         return
-    nodes = {output.grad_fn for output in outputs}
+    nodes = {each.node if isinstance(each, GradientEdge) else each.grad_fn for each in outputs}
     waiting = list(nodes)
     while waiting:
         node: Any = waiting.pop()
