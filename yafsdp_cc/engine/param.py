@@ -289,9 +289,10 @@ def _check_assigned(grad: Any, param: FSDPParam) -> None:
             f"{param.spec} has a .grad that is a {type(grad).__name__} of shape {list(grad.shape)}: "
             "change the gradient that it has in place, or set it to None"
         )
-    if not grad.shard_spec.matches(param.spec):
+    held: ShardSpec = cast("Any", grad).shard_spec
+    if not held.matches(param.spec):
         raise TypeError(
-            f"{param.spec} has a .grad that is sharded as {grad.shard_spec} is: change the gradient that it has in "
+            f"{param.spec} has a .grad that is sharded as {held} is: change the gradient that it has in "
             "place, by .grad.copy_(), or set it to None"
         )
 
