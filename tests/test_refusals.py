@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import yafsdp_cc
 from tests.models import WIDTH, Block, stack
@@ -269,6 +270,22 @@ def test_parameters_from_before_they_were_sharded() -> None:
         with pytest.raises(RuntimeError, match=said):
             use()
     assert "0.weight" in repr(before[0])
+
+
+@ranks(2)
+def test_gradients_and_weights_that_the_program_averages_itself() -> None:
+    model = yafsdp_cc.shard(_linears(), units=[nn.Linear])
+    model(torch.ones(2, 32)).sum().backward()
+    weight = model[0].weight
+    for tensor in (weight.grad, weight.data):
+        for call in (dist.all_reduce, lambda each: dist.broadcast(each, 0)):
+            with pytest.raises(NotImplementedError, match=r"c10d.*'0.weight'.*are averaged over ranks.*leave the call"):
+                call(tensor)
+    zero = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.AdamW)
+    before = weight.full_tensor()
+    with pytest.raises(NotImplementedError, match=r"ZeroRedundancyOptimizer divides.*'0.weight'.*torch.optim.AdamW"):
+        zero.step()
+    assert torch.equal(weight.full_tensor(), before)
 
 
 @pytest.mark.parametrize("again", [False, True])

@@ -215,6 +215,42 @@ def test_random_numbers_for_a_replicated_tensor_are_the_same_on_all_ranks():
     assert first == second
 
 
+def other_bounds():
+    mesh = mesh_of_all()
+    ours, theirs = (
+        [part_of(whole, spec) for whole, spec in zip(wholes(seed), specs(mesh), strict=True)]
+        for seed, specs in ((0, specs_of), (1, uneven_specs_of))
+    )
+    for w, v, whole, other in zip(ours, theirs, wholes(0), wholes(1), strict=True):
+        for one, two, first, second in ((w, v, whole, other), (v, w, other, whole)):
+            assert (one * two).full_tensor().equal(first * second)
+            assert torch.equal(one, one.clone().zero_().add_(one))
+            assert one.clone().copy_(two).full_tensor().equal(second)
+            assert one.clone().lerp_(two, 0.25).full_tensor().equal(first.clone().lerp_(second, 0.25))
+            assert torch.where(one > 0, two, one).full_tensor().equal(torch.where(first > 0, second, first))
+            assert torch.equal(one.clone().copy_(two), two)
+    torch._foreach_copy_(ours, theirs)
+    torch._foreach_sub_(theirs, ours, alpha=2)
+    for w, v, other in zip(ours, theirs, wholes(1), strict=True):
+        assert w.full_tensor().equal(other)
+        assert v.full_tensor().equal(-other)
+    w, v = (
+        nn.Parameter(part_of(torch.ones(8, 4), ShardSpec(name, torch.Size([8, 4]), mesh, bounds)))
+        for name, bounds in (("w", (0, 20, 32)), ("v", (0, 16, 32)))
+    )
+    w.grad = part_of(torch.ones(8, 4), w.shard_spec)
+    optimizer = torch.optim.AdamW([w], fused=True)
+    optimizer.step()
+    for name in ("exp_avg", "exp_avg_sq"):  # a kernel would write to copies of them
+        optimizer.state[w][name] = v.detach().clone()
+    with pytest.raises(NotImplementedError, match=r"_fused_adamw_.* with 'v' .* on 'w'"):
+        optimizer.step()
+
+
+def test_tensors_of_other_bounds_are_moved():
+    on_ranks(2, other_bounds)
+
+
 def refusals():
     mesh = mesh_of_all()
     w = nn.Parameter(part_of(torch.ones(8, 4), ShardSpec("layers.0.w", torch.Size([8, 4]), mesh, (0, 20, 32))))
@@ -233,11 +269,11 @@ def refusals():
             lambda: torch._foreach_mul_([torch.ones(8, 4)], [w]), lambda: torch.ones(8, 4).add_(w),
             lambda: torch.add(w, 1, out=torch.ones(1)), lambda: w.new_zeros(3), lambda: w.triu_(), lambda: w.median(),
             # Wrong without a word, were they let through: other tensors do not lie in ranges as this one does.
-            lambda: w + torch.ones(8, 4), lambda: w + torch.ones(4), lambda: w * v, lambda: w.mul_(norm),
+            lambda: w + torch.ones(8, 4), lambda: w + torch.ones(4), lambda: w.mul_(norm),
             lambda: w + torch.ones(here), lambda: torch.ones(8, 4) - w, lambda: w + torch.ones(1, 1, 1),
-            lambda: w.copy_(v), lambda: w.copy_(torch.ones(4)), lambda: torch._foreach_add([w], [torch.ones(8, 4)]),
+            lambda: w.copy_(torch.ones(4)), lambda: torch._foreach_add([w], [torch.ones(8, 4)]),
             lambda: torch._foreach_mul_([w], torch.ones(4)), lambda: torch.where(w > 0, w, torch.ones(8, 4)),
-            lambda: w.view(torch.int32), lambda: norm.view(torch.bfloat16),
+            lambda: torch.frexp(w, out=(w, v.int())), lambda: w.view(torch.int32), lambda: norm.view(torch.bfloat16),
             lambda: w.__setitem__(w > 0, torch.ones(here)), lambda: norm * w, lambda: w.lerp_(w, torch.ones(8, 4)),
         ):
             with pytest.raises(NotImplementedError, match=r"'(layers.\d.w|norm)' \((sharded|replicated).*full_tensor"):

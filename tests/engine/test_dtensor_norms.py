@@ -137,6 +137,29 @@ def test_norms_as_loggers_read_them():
     on_ranks(2, norms_as_loggers_read_them)
 
 
+def stacked_with_other_numbers():
+    """A log stacks norms with losses, which may be negative."""
+    ours, theirs = ([p.grad for p in ps] for ps in twins(mesh_of_all(), uneven_specs_of))
+    loss = torch.tensor(-2.0)
+
+    def stacks(grads):
+        for order in (2, 3, 1, 0, math.inf):
+            norms = grads[0].norm(order), grads[1].norm(order)
+            yield torch.stack([*norms, loss])
+            yield torch.stack([norms[0], -grads[1].norm(order)])
+            yield torch.linalg.vector_norm(torch.stack([*norms, loss]), order)
+        yield torch.stack([grads[0].sum(), grads[0].max(), grads[0].min(), loss])
+        yield torch.stack([grads[0].max(), loss * 100])
+        yield torch.stack([grads[0].min(), loss * 100])
+
+    for found, expected in zip(stacks(ours), stacks(theirs), strict=True):
+        torch.testing.assert_close(found.full_tensor() if isinstance(found, DTensor) else found, expected)
+
+
+def test_norms_stacked_with_other_numbers():
+    on_ranks(2, stacked_with_other_numbers)
+
+
 def nonfinite(value, order):
     mesh = mesh_of_all()
     ours, _ = twins(mesh)

@@ -191,3 +191,14 @@ def test_what_is_frozen_between_micro_batches_keeps_the_gradients_of_the_earlier
     truth = means(plain, square, first)[name]
     grad = model.get_parameter(name).grad.full_tensor()
     assert (grad - truth).norm() <= (1e-5 if compression is None else 0.05) * truth.norm()
+
+
+@pytest.mark.parametrize("is_plain", [False, True])
+@ranks(2)
+def test_an_assigned_gradient_that_is_sharded_otherwise_is_refused_on_all_ranks(is_plain: bool) -> None:
+    """Also on ranks that own nothing of the parameter, which would wait for the others."""
+    model, other = yafsdp_cc.shard(Mlp(), units=["blocks.*"]), yafsdp_cc.shard(Mlp())
+    for parameter, its in zip(model.parameters(), other.parameters(), strict=True):
+        parameter.grad = torch.ones(parameter.shape) if is_plain else torch.ones_like(its.detach())
+    with pytest.raises(TypeError, match=r"has a \.grad that is .*or set it to None"):
+        square(model, mine(inputs())).backward()

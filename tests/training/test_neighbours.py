@@ -14,7 +14,21 @@ from torch.distributed.device_mesh import init_device_mesh
 import yafsdp_cc
 from tests.models import Block, Mlp, Recursive, stack
 from tests.ranks import ranks
-from tests.twins import inputs, means, mine, refusal, same_gradients, seeded, square, trains_on, twins, whole
+from tests.twins import (
+    added,
+    agrees,
+    inputs,
+    means,
+    mine,
+    refusal,
+    same_gradients,
+    same_weights,
+    seeded,
+    square,
+    trains_on,
+    twins,
+    whole,
+)
 
 
 @ranks(2)
@@ -96,3 +110,39 @@ def test_ignored_parameters_are_left_alone() -> None:
             torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad)
         else:
             torch.testing.assert_close(whole(parameter.grad), truth[name])
+
+
+@pytest.mark.parametrize("options", [{"units": ["blocks.*"]}, {"units": ["blocks.*"], "ownership": "matrix"}, {}])
+@ranks(2)
+def test_a_model_follows_another_that_is_sharded_otherwise(options: dict[str, Any]) -> None:
+    """A reference of a policy, a teacher of a student: ranks have other elements of the same parameter."""
+
+    def build() -> nn.Module:
+        model = Mlp()
+        model.enter.requires_grad_(False)
+        model.blocks[0][0].weight.requires_grad_(False)
+        return model
+
+    model, plain = twins(build, units=["blocks.*"])
+    reference = yafsdp_cc.shard(seeded(Mlp, 1).requires_grad_(False), **options)
+    truth = seeded(Mlp, 1).requires_grad_(False)
+    pairs = [
+        list(zip(*(each.parameters() for each in both), strict=True)) for both in ((reference, model), (truth, plain))
+    ]
+    assert any(ours.shard_spec.bounds != theirs.shard_spec.bounds for ours, theirs in pairs[0])
+    with torch.no_grad():
+        for pair in pairs:
+            for one, other in pair:
+                one.mul_(0.9).add_(other, alpha=0.1)
+    same_weights(reference, truth)
+    agrees(reference, truth, mine(inputs()))
+    near = sum((one.detach() - other).square().sum() for one, other in pairs[0])
+    (square(model, mine(inputs())) + near).backward()
+    penalty = sum((one - other).square().sum() for one, other in pairs[1])
+    penalty.backward()
+    of_penalty = {name: parameter.grad for name, parameter in plain.named_parameters()}
+    plain.zero_grad()
+    same_gradients(model, added(means(plain, square, inputs()), of_penalty), within=1e-5)
+    reference.load_state_dict(model.state_dict())
+    same_weights(reference, plain)
+    agrees(reference, plain, mine(inputs()))

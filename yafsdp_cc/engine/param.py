@@ -15,7 +15,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -242,17 +242,13 @@ class ShardedGrad:
 
     def _add_to_each(self, start: int, part: Tensor, divisor: Divisor, before: Sequence[Tensor | None]) -> None:
         for grad, param in zip(before, self.params, strict=True):
+            target = param.local_grad
+            if grad is not None:  # perhaps one that the user has assigned, of any class
+                _check_assigned(grad, param)  # on all ranks, also where this one owns no elements
+                target = cast("DTensor", grad).to_local()
             first, last = max(param.span[0], start), min(param.span[1], start + part.numel())
             if first >= last:
                 continue
-            target = param.local_grad
-            if grad is not None:  # perhaps one that the user has assigned, of any class
-                if not isinstance(grad, type(param.grad)):
-                    raise TypeError(
-                        f"{param.spec} has a .grad that is a {type(grad).__name__} of shape {list(grad.shape)}: "
-                        "change the gradient that it has in place, or set it to None"
-                    )
-                target = grad.to_local()
             target = target.view(-1).narrow(0, first - param.span[0], last - first)
             (self._set if grad is None else self._add)(target, part.narrow(0, first - start, last - first), divisor)
 
@@ -272,6 +268,21 @@ class ShardedGrad:
             grad.addcdiv_(total, divisor.of[total.dtype])
         else:
             grad.add_(total, alpha=divisor.inverse)
+
+
+def _check_assigned(grad: Any, param: FSDPParam) -> None:
+    """Raise a ``TypeError`` if ``grad``, perhaps assigned by the user, is not sharded as ``param`` is."""
+    if not isinstance(grad, type(param.grad)):
+        raise TypeError(
+            f"{param.spec} has a .grad that is a {type(grad).__name__} of shape {list(grad.shape)}: "
+            "change the gradient that it has in place, or set it to None"
+        )
+    held: ShardSpec = cast("Any", grad).shard_spec
+    if not held.matches(param.spec):
+        raise TypeError(
+            f"{param.spec} has a .grad that is sharded as {held} is: change the gradient that it has in "
+            "place, by .grad.copy_(), or set it to None"
+        )
 
 
 def grad_dtype_of(params: Sequence[FSDPParam]) -> torch.dtype:

@@ -5,9 +5,9 @@
 
 A parameter, its gradient and its optimizer state share one ``ShardSpec``, so an element-wise operation is the same
 operation on the local tensors: torch's optimizers, ``clip_grad_norm_``, ``GradScaler`` and checkpoints work unchanged.
-DTensor's own sharding propagation is not used: it knows only slices along a dimension, and would accept tensors with
-other bounds. A small parameter is not sharded (``bounds`` is None): every rank holds the whole tensor, in its own
-shape.
+An operand with other bounds, as of another model, is moved to the first one's by a collective. DTensor's own sharding
+propagation is not used: it knows only slices along a dimension, and would accept such an operand as it is. A small
+parameter is not sharded (``bounds`` is None): every rank holds the whole tensor, in its own shape.
 
 A loss may read sharded parameters outside of the modules' forwards (penalties, ``full_tensor()``). The gradients that
 autograd then brings to a parameter are averaged over the data-parallel ranks, like the engine's: a term that all ranks
@@ -44,7 +44,7 @@ from yafsdp_cc.tensor.chunks import SavedInChunks
 from yafsdp_cc.tensor.gradients import own_part, plain_grad, reduced, reduction_of
 from yafsdp_cc.tensor.reductions import Across, LazyReduction, Reduction, Summand
 from yafsdp_cc.tensor.refusals import CALL_FULL, LOSES_STEPS, STATE_OF_TORCH, refusal, refusal_of, warn_of_rounding
-from yafsdp_cc.tensor.rows import are_rows, flat_range_of, gathered, is_by_rows, is_flat_range, rows_of
+from yafsdp_cc.tensor.rows import are_rows, flat_range_of, gathered, is_by_rows, is_flat_range, moved, rows_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -353,7 +353,8 @@ def _take_grad(spec: ShardSpec, grad: torch.Tensor) -> torch.Tensor:
         if owner.is_withheld:
             owner.parameter.grad, owner.is_withheld = owner.grad, False
     if isinstance(grad, FlatDTensor):
-        return grad
+        local = _local_alike(spec, grad)
+        return grad if local is None or local is grad._local_tensor else wrap(local, spec)
     grad = grad.value() if isinstance(grad, LazyReduction) else grad
     return wrap(plain_grad(spec, grad).expand(spec.local_shape).clone(), spec)
 
@@ -379,9 +380,31 @@ def specs_in(arguments: Any) -> list[ShardSpec]:
     return [each.shard_spec for each in tree_leaves(arguments) if isinstance(each, FlatDTensor)]
 
 
-def operand(func: Any, spec: ShardSpec | None, value: Any) -> Any:
+def _local_alike(spec: ShardSpec, flat: FlatDTensor) -> torch.Tensor | None:
+    """Return the local tensor, by ``spec``, of a tensor that may be sharded by other bounds; None if it does not fit.
+
+    A collective where bounds differ, as those of a parameter do between models that have other units, or others of
+    their parameters frozen.
+    """
+    theirs, local = flat.shard_spec, flat._local_tensor
+    if theirs is spec or theirs.matches(spec):
+        return local
+    fits = (theirs.shape, theirs.mesh, theirs.tensor_parallel) == (spec.shape, spec.mesh, spec.tensor_parallel)
+    if not fits or RowShardSpec in (type(spec), type(theirs)):
+        return None
+    reductions.check_not_refused(
+        f"moving the elements of '{theirs.name}' to where '{spec.name}' has them,", (shard_group(spec.mesh),), spec.mesh
+    )
+    return moved(local, theirs, spec)
+
+
+def operand(func: Any, spec: ShardSpec | None, value: Any, *, is_written: bool = False) -> Any:
     """Return the operand that replaces ``value`` in an operation on local tensors of ``spec`` (None: on plain tensors):
-    a local tensor of the same elements, or one number. For ``_TAKE_WHOLE`` it is this rank's part of a whole tensor."""
+    a local tensor of the same elements, or one number. For ``_TAKE_WHOLE`` it is this rank's part of a whole tensor.
+
+    Args:
+        is_written: whether the operation writes to ``value``, which has to be the local tensor itself then.
+    """
     if not isinstance(value, torch.Tensor):
         return value
     if isinstance(value, FlatDTensor):
@@ -389,6 +412,8 @@ def operand(func: Any, spec: ShardSpec | None, value: Any) -> Any:
             raise refusal(func, value.shard_spec, " into a tensor that is not sharded alike", also=STATE_OF_TORCH)
         if value.shard_spec is spec or value.shard_spec.matches(spec):
             return value._local_tensor
+        if not is_written and (local := _local_alike(spec, value)) is not None:
+            return local
         if value.shard_spec.bounds is not None or value.shard_spec.numel != 1:
             raise refusal(func, spec, f" with {value.shard_spec}")
         value = value._local_tensor
@@ -447,11 +472,19 @@ def _spec_of_result(operands: Iterable[Any]) -> ShardSpec | None:
 
 def _on_locals(func: Any, spec: ShardSpec | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run the operation on local tensors, all of them sharded by ``spec``, and numbers."""
+    written = written_arguments(func)
     locals_ = [
-        x._local_tensor if type(x) is FlatDTensor and x.shard_spec is spec else operand(func, spec, x) for x in args
+        x._local_tensor
+        if type(x) is FlatDTensor and x.shard_spec is spec
+        else operand(func, spec, x, is_written=place in written)
+        for place, x in enumerate(args)
     ]
     # a flat range has only one memory format: drop the argument
-    named = kwargs and {name: operand(func, spec, x) for name, x in kwargs.items() if name != "memory_format"}
+    named = kwargs and {
+        name: operand(func, spec, x, is_written=name in written.values())
+        for name, x in kwargs.items()
+        if name != "memory_format"
+    }
     return func._op(*locals_, **named)
 
 
@@ -484,8 +517,11 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     def local(value: Any, name: str) -> Any:
         if _is_tensor_list(value):
+            is_written = name in written.values()
             return [
-                x._local_tensor if type(x) is FlatDTensor and x.shard_spec is spec else operand(func, spec, x)
+                x._local_tensor
+                if type(x) is FlatDTensor and x.shard_spec is spec
+                else operand(func, spec, x, is_written=is_written)
                 for x, spec in zip(value, specs, strict=True)
             ]
         # "scalars" is a tensor that holds one number for each place of the lists.

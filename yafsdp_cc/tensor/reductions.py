@@ -63,9 +63,10 @@ class Reduction(NamedTuple):
         """Convert partials, reduced over ranks, to the result of the operation."""
         if not self.is_sum:
             return partials if self.order > 0 else -partials
-        if self.order == 2:
-            return partials.sqrt()
-        return partials if self.order in (0, 1) else partials.pow(1 / self.order)
+        if self.order in (0, 1):
+            return partials
+        roots = partials.abs().sqrt() if self.order == 2 else partials.abs().pow(1 / self.order)
+        return roots.copysign(partials)  # numbers that are stacked with norms may be negative
 
 
 SUM, MAX, MIN = Reduction(1, signed=True), Reduction(math.inf, signed=True), Reduction(-math.inf, signed=True)
@@ -354,7 +355,7 @@ def _kept_lazy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lazy
         return _kept_sum(func, first, args, kwargs)
     order, _ = norm_arguments(func, args, kwargs) or (None, None)
     if order and Reduction(order) == partials.kind:
-        local = partials.local.sum() if partials.kind.is_sum else partials.local.max()
+        local = partials.local.abs().sum() if partials.kind.is_sum else partials.local.max()
         return _lazy(Partials(local, partials.kind, partials.across), dtype)
     return None
 
@@ -391,13 +392,19 @@ def _stacked(tensors: Sequence[torch.Tensor], dim: int = 0) -> LazyReduction | N
         if any(partials.kind != kind for partials in unknown):
             return None
         unknown = []  # ``reduce`` has made all known; the stack stays lazy (a DTensor)
+    elif kind == Reduction(math.inf) and len(unknown) < len(tensors):
+        reduce(unknown)  # the maximum over ranks of a negative number and of nothing, 0, is not that number
+        unknown = []
+    if not unknown and kind == Reduction(math.inf):
+        kind = SUM
     is_first = all(group.rank() == 0 for group in across.groups)
     rows = []
     for x in tensors:
         if unknown and isinstance(x, LazyReduction) and x._value is None:
             rows.append(x._partials.local)
             continue
-        known = kind.to_partial(x.value() if isinstance(x, LazyReduction) else x)
+        value = x.value() if isinstance(x, LazyReduction) else x
+        known = kind.to_partial(value.abs()).copysign(value) if kind.is_sum else kind.to_partial(value)
         rows.append(known if is_first else torch.full_like(known, kind.of_empty))
     dtype = functools.reduce(torch.promote_types, (x.dtype for x in tensors))
     return _lazy(Partials(torch.stack(rows, dim), kind, across), dtype)

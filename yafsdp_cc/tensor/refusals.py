@@ -87,6 +87,11 @@ def refusal(func: Any, spec: ShardSpec, what: str = "", instead: str = "", also:
         also: a further sentence.
     """
     name = func._schema.name.replace("::", ".")
+    if name.startswith(("c10d.", "_c10d_functional.")):
+        instead = (
+            "gradients are averaged over ranks when backward() returns, and each rank has its own part of the weights: "
+            "leave the call out, or call it with .full_tensor() or .to_local()"
+        )
     return NotImplementedError(f"{name}{what} on {spec}: {instead or _instead(spec)}{also}")
 
 
@@ -100,6 +105,8 @@ _REFUSED_OPTIMIZERS = {
     "torch.Adafactor": f"torch.optim.Adafactor{_READS_ROWS}",
     "transformers.Adafactor": f"transformers.Adafactor{_READS_ROWS}, with d for clip_threshold and beta2_decay for "
     "decay_rate",
+    "torch.ZeroRedundancyOptimizer": "torch's ZeroRedundancyOptimizer divides among ranks what is sharded already, and "
+    "here is {}: take the optimizer that it was given, such as torch.optim.AdamW(model.parameters())",
     "yafsdp_cc.Adafactor": "",
 }
 """Message for optimizers that read more than a rank's elements, by package and class."""

@@ -132,6 +132,21 @@ def _parts_for(tensor: torch.Tensor, bounds: Sequence[int], others: Sequence[int
     return parts
 
 
+def moved(local: torch.Tensor, held: ShardSpec, wanted: ShardSpec) -> torch.Tensor:
+    """Return this rank's part by ``wanted`` of a tensor of which it holds ``local`` by ``held``. A collective.
+
+    Args:
+        local: a plain tensor.
+        held: of the shape and mesh of ``wanted``, with other bounds.
+    """
+    if held.bounds is None:
+        return wanted.local_of(local)
+    if wanted.bounds is None:
+        return gathered(local, held).to(local.device)
+    [found] = redivided([local], [held.bounds], [wanted.bounds], wanted.mesh)
+    return found
+
+
 # Whole tensors -------------------------------------------------------------------------------------------------------
 
 
