@@ -179,9 +179,11 @@ class CopiedContainer:
         if isinstance(self.given, (list, deque)):
             self.given.clear()
             self.given.extend(values.values())
-        elif isinstance(self.given, dict):
-            self.given.clear()
-            self.given.update(values)
+        elif isinstance(self.given, dict):  # output classes of Hugging Face models refuse ``update`` and ``clear``
+            for key in own.keys() - values.keys():
+                del self.given[key]
+            for key, value in values.items():
+                self.given[key] = value
         else:
             for name, value in values.items():
                 object.__setattr__(self.given, name, value)
