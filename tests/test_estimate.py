@@ -172,6 +172,36 @@ def test_a_config_is_a_model_type_a_file_or_a_folder(tmp_path: Path) -> None:
         subject_of("vit", 1, 8)
 
 
+def test_what_fails_in_a_config_s_or_a_factory_s_model_is_named(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed (extra 'hf')")
+    file, sizes = tmp_path / "config.json", {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    small_bert = {"model_type": "bert", "max_position_embeddings": 8, "vocab_size": 50, **sizes}
+    for text, told in (
+        (b"{", "config.json cannot be read as a Hugging Face config, which is JSON"),
+        (b"\xff", "config.json cannot be read as a Hugging Face config, which is JSON"),
+        (b"7", "config.json has no 'model_type'"),
+        (json.dumps({**small_bert, "hidden_size": "big"}).encode(), "reading .*config.json raised .*'big'"),
+        (json.dumps(small_bert | {"architectures": ["BertLMHeadModel"]}).encode(), r"on 1 x 9 tokens raised Runtime.*"),
+        (
+            json.dumps(small_bert | {"architectures": ["BertModel"]}).encode(),
+            "8 tokens raised Attr.* no attribute 'loss'",
+        ),
+    ):
+        file.write_bytes(text)
+        with pytest.raises(ValueError, match=told):
+            probe(subject_of(str(file), 1, 9 if "9" in told else 8), BF16)
+    with pytest.raises(ValueError, match="returns no loss: return one number that depends on its weights"):
+        probe(Subject(small, lambda model: torch.ones(1)), BF16)
+
+
+def test_a_model_without_units_takes_time(tmp_path: Path) -> None:
+    (tmp_path / "tiny.py").write_text(
+        "import torch\ndef job(): return torch.nn.Linear(4, 4), lambda model: model(torch.ones(2, 4)).sum()\n"
+    )
+    ran = yafsdp_cc_command("estimate", "tiny:job", *TIMES, folder=tmp_path)
+    assert "seconds of a step" in ran.stdout, ran.stderr
+
+
 def factory() -> Any:
     return small(), lambda model: loss_of(model, torch.zeros(2, 17, dtype=torch.int64))
 
@@ -290,6 +320,7 @@ def test_what_the_command_refuses_is_said_before_torch_is_imported(
         (["demo", "--tokens", "300B"], "--tokens needs a step's time: name --gpu, or --rate and --link"),
         (["demo", "--ranks", "16", "--gpu", "h100"], "--ranks 16 fill several nodes of 8: name --link to other nodes"),
         (["demo", "--link", "5"], "'5': write a number and a unit of kbit, mbit, gbit, tbit"),
+        (["demo", "--json", "/nowhere/x"], "--json /nowhere/x: name a file in a folder that is there"),
     ):
         monkeypatch.setitem(sys.modules, "yafsdp_cc.tools.estimate", None)
         with pytest.raises(SystemExit):

@@ -1,11 +1,15 @@
 """What is saved, when, and what is refused: in the background, beside the model, and where it does not fit."""
 
 import gc
+import os
 import random
 import re
+import subprocess
+import sys
 import threading
 import warnings
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -61,6 +65,18 @@ def test_process_groups_end_with_the_world(tmp_path):
     assert [group() for group in groups] == [None, None]  # though the model lives
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), world), rank=rank, world_size=world)
     yafsdp_cc.save(tmp_path / "next", nn.Linear(2, 2))
+
+
+def test_a_save_at_the_exit_of_the_interpreter(tmp_path):
+    program = f"""
+import atexit, torch, yafsdp_cc
+atexit.register(lambda: yafsdp_cc.save({str(tmp_path / "last")!r}, torch.nn.Linear(2, 2), step=2))
+yafsdp_cc.save({str(tmp_path / "first")!r}, torch.nn.Linear(2, 2), asynchronous=True)
+"""
+    environment = {**os.environ, "PYTHONPATH": str(Path(yafsdp_cc.__file__).parents[1])}
+    ended = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert yafsdp_cc.load(tmp_path / "last", nn.Linear(2, 2)) == {"step": 2}
 
 
 # Where the path leads

@@ -107,6 +107,20 @@ def test_a_module_runs_as_with_python_m(tmp_path: Path) -> None:
     assert ran.stdout.splitlines() == [f"{[str(train), '--lr', '3']} sibling"] * 2
 
 
+@pytest.mark.parametrize("method", ["spawn", also("fork")])
+def test_a_folder_runs_as_with_python_folder(tmp_path: Path, method: str) -> None:
+    (tmp_path / "job").mkdir()
+    (tmp_path / "job" / "beside.py").write_text("NAME = 'neighbour'")
+    (tmp_path / "job" / "__main__.py").write_text("import sys, beside; print(__name__, sys.argv, beside.NAME)")
+    (tmp_path / "none").mkdir()
+    ran = yafsdp_cc("launch", f"--start-method={method}", "job/", "--lr", "3", folder=tmp_path)
+    assert (ran.returncode, ran.stdout) == (0, "__main__ ['job/', '--lr', '3'] neighbour\n"), ran.stderr
+    assert log(tmp_path, 0, "job").endswith(ran.stdout)
+    ran = yafsdp_cc("launch", "none", folder=tmp_path)
+    assert ran.returncode == 2
+    assert ran.stderr.endswith("no such script: none, a folder without __main__.py\n")
+
+
 def test_the_first_failing_rank_has_the_last_word(tmp_path: Path) -> None:
     body = """
 def inner():
@@ -277,8 +291,9 @@ def test_flags_win_over_the_environment_and_that_over_the_run_file(monkeypatch: 
         parser = torchrun.get_args_parser()
         parser.add_argument("--name")
         parser.set_defaults(master_port=None)
-        return vars(launch._by_precedence(parser, [flag, "job.py"], settings, {"master_port": 20001, "node_rank": 1}))
+        return vars(launch._by_precedence(parser, [flag, "job.py"], settings))
 
+    monkeypatch.setattr(launch, "_from_slurm", lambda _: {"master_port": 20001, "node_rank": 1})
     monkeypatch.setenv("PET_NODE_RANK", "0")
     monkeypatch.setenv("PET_NPROC_PER_NODE", "3")
     settings = {
@@ -356,6 +371,27 @@ def test_logs_that_cannot_be_kept_are_told(tmp_path: Path) -> None:
     assert log(tmp_path, 0).endswith("x" * 9999)
 
 
+def test_closed_streams_are_nobody_s(tmp_path: Path) -> None:
+    """Pipes of the launcher would get their numbers, and what ranks print would go round in them."""
+    (tmp_path / "train.py").write_text("import sys; print('trains'); print(sys.stdin.read(), file=sys.stderr)")
+    words = ["sh", "-c", 'exec "$0" -m yafsdp_cc launch train.py <&- >&- 2>&-', sys.executable]
+    assert subprocess.run(words, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=60).returncode == 0
+    assert log(tmp_path, 0).partition("\n")[2] == "trains\n\n"
+
+
+def test_any_text_is_kept(tmp_path: Path) -> None:
+    """Names of files need not be UTF-8, messages may hold halves of characters, and the locale may know ASCII alone."""
+    (tmp_path / "train.py").write_text("raise ValueError('\u0434\u0430 \\udce9')", encoding="utf-8")
+    words = [sys.executable, "-m", "yafsdp_cc", "launch", "train.py", b"caf\xe9"]
+    plain = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0", "PYTHONPATH": str(ROOT)}
+    ran = subprocess.run(words, cwd=tmp_path, env={**os.environ, **plain}, capture_output=True)
+    assert ran.returncode == 1
+    assert ran.stderr.endswith(b"ValueError: \\u0434\\u0430 \\udce9\n\n"), ran.stderr
+    kept = (tmp_path / "runs/train/logs/rank-0.log").read_bytes()
+    assert b"of 1, train.py caf\xe9\n" in kept
+    assert kept.endswith("ValueError: \u0434\u0430 \\udce9\n".encode()), kept
+
+
 def test_settings_that_nothing_asks_for_are_told(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("print('trains unsharded')")
     settings = json.dumps({"shard.zero_stage": [2, "run.yaml:2"]})
@@ -411,6 +447,17 @@ def test_a_slurm_step_names_machines(monkeypatch: pytest.MonkeyPatch, capsys: py
     with pytest.raises(SystemExit):
         launch._from_slurm(parser)
     assert "started 16 of these launchers on 2 machines" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("slurm")
+def test_several_launchers_of_a_machine_say_how_they_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interactive shell is one task of many; and some start a launcher for each GPU."""
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "16")
+    parser = torchrun.get_args_parser()
+    for flag in ("--standalone", "--rdzv-endpoint=a:1"):
+        assert launch._by_precedence(parser, [flag, "job.py"], {}).nnodes == "1:1"
+    with pytest.raises(SystemExit):
+        launch._by_precedence(parser, ["job.py"], {})
 
 
 @LONG
@@ -572,6 +619,39 @@ def test_ctrl_c_ends_a_launcher_that_waits_for_another_node(tmp_path: Path, node
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=20)
         assert process.returncode == 130
+
+
+@pytest.mark.parametrize("method", ["fork", also("spawn")])
+def test_a_notice_that_the_job_will_end_reaches_the_ranks(tmp_path: Path, method: str) -> None:
+    body = """
+import signal
+noticed = []
+signal.signal(signal.SIGUSR1, lambda *_: noticed.append(True))
+say('ready')
+while not noticed: time.sleep(0.05)
+say('saved')
+"""
+    with started(*SHOWN, f"--start-method={method}", alone(tmp_path, body), folder=tmp_path) as process:
+        for _ in range(2):
+            wait_for_line(process, "ready")
+        for pid in {process.pid, *(children_of(process.pid) if method == "fork" else ())}:  # as Slurm does
+            os.kill(pid, signal.SIGUSR1)
+        out, err = process.communicate(timeout=60)
+        assert (process.returncode, out) == (0, "saved\n" * 2), err
+
+
+@pytest.mark.parametrize("method", ["fork", also("spawn")])
+def test_threads_and_exit_functions_of_a_script_have_its_groups(tmp_path: Path, method: str) -> None:
+    body = """
+import atexit, threading
+def total(): out = torch.ones(1); dist.all_reduce(out); return out.item()
+def late(): time.sleep(0.5); say(f'late {total()}')
+atexit.register(lambda: say(f'last {total()}'))
+threading.Thread(target=late).start()
+"""
+    ran = yafsdp_cc(*SHOWN, f"--start-method={method}", script(tmp_path, body), folder=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    assert sorted(ran.stdout.splitlines()) == ["last 2.0"] * 2 + ["late 2.0"] * 2
 
 
 @pytest.mark.parametrize("method", ["fork", also("spawn")])

@@ -81,6 +81,13 @@ def test_exact_steps_of_a_1_bit_optimizer_are_not_timed(tmp_path: Path) -> None:
     assert len(rows["exact"]["turns"][0]) > len(rows["OneBitAdam"]["turns"][0]) >= 2
 
 
+def test_the_reason_of_a_failure_need_not_be_utf_8(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import os; os.write(2, b'no caf\\xe9\\n'); os._exit(3)")
+    ran = yafsdp_cc("try", "--settings=exact", "--nproc-per-node=2", "train.py", folder=tmp_path)
+    assert ran.returncode == 1
+    assert "failed first: exit status 3\n\nNothing is recommended" in ran.stdout, ran.stderr
+
+
 @LONG
 @pytest.mark.parametrize("case", ["one rank", "no sharding"])
 def test_a_script_that_cannot_be_tried_is_told_why(tmp_path: Path, case: str) -> None:
@@ -100,6 +107,7 @@ def test_a_script_that_cannot_be_tried_is_told_why(tmp_path: Path, case: str) ->
         (("--minutes=0", "train.py"), "--minutes must be more than 0"),
         (("--nproc-per-node=2", "--steps=4", "train.py"), "--steps=4 comes first, before torchrun's flags"),
         ((), "name a script to run"),
+        (("--output=/proc/x", "train.py"), "--output /proc/x: this folder cannot be made, No such file or directory"),
     ],
 )
 def test_bad_flags_are_told_before_anything_starts(

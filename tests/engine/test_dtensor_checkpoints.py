@@ -1,5 +1,6 @@
 """Sharded parameters in torch's checkpoints and state dicts."""
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -99,6 +100,21 @@ def saved_in_the_background(folder):
 
 def test_a_checkpoint_saved_in_the_background(tmp_path):
     on_ranks(1, saved_in_the_background, tmp_path)
+
+
+def norms_saved_and_loaded(folder):
+    """An optimizer may keep norms in its state, as NovoGrad does."""
+    [weight, *_] = [part_of(w, spec) for w, spec in zip(wholes(), specs_of(mesh_of_all()), strict=True)]
+    state = {"unread": weight.norm(), "kept": weight.norm() * 0.5}
+    expected = [norm.item() for norm in (weight.norm(), weight.norm() * 0.5)]
+    dcp.save(state, checkpoint_id=folder)
+    state = {"unread": weight.mul(2).norm(), "kept": weight.mul(3).norm() + 1}
+    dcp.load(state, checkpoint_id=folder)
+    assert [norm.item() for norm in state.values()] == pytest.approx(expected)
+
+
+def test_norms_in_a_checkpoint(tmp_path):
+    on_ranks(2, norms_saved_and_loaded, tmp_path)
 
 
 def test_checkpoints_travel_between_worlds_and_bounds(tmp_path):

@@ -120,6 +120,23 @@ def test_norms_by_hand():
     on_ranks(2, norms_by_hand)
 
 
+def norms_as_loggers_read_them():
+    ours, theirs = twins(mesh_of_all(), uneven_specs_of)
+    expected = theirs[0].grad.norm().item()
+    known = nn.utils.get_total_norm([ours[0].grad])
+    known.item()
+    for norm in (known, ours[0].grad.norm()):
+        with torch.inference_mode():
+            detached = norm.detach()
+        for value in (detached, norm):
+            assert value.detach().cpu().numpy().item() == pytest.approx(expected)
+            assert value.tolist() == pytest.approx(expected)
+
+
+def test_norms_as_loggers_read_them():
+    on_ranks(2, norms_as_loggers_read_them)
+
+
 def nonfinite(value, order):
     mesh = mesh_of_all()
     ours, _ = twins(mesh)

@@ -44,6 +44,33 @@ def test_a_forward_finds_its_dtype_in_a_parameter_of_another_unit() -> None:
     assert torch.allclose(gradient, 2 * plain.float(), rtol=1e-2)
 
 
+class SwitchesItsBlocks(Mlp):
+    """Freezes weights of its blocks for a pass without gradients, as PEFT's ``disable_adapter()`` does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = super().forward(x)
+        self.switch(on=False)
+        with torch.no_grad():
+            reference = super().forward(x)
+        self.switch(on=True)
+        return kept - 0.5 * reference
+
+    def switch(self, *, on: bool) -> None:
+        for block in self.blocks:
+            dict(block.named_parameters())["0.weight"].requires_grad_(on)
+
+
+@ranks(2)
+def test_a_forward_freezes_parameters_of_another_unit_for_a_while() -> None:
+    gradients = []
+    for kind in (SwitchesItsBlocks, Mlp):
+        model = yafsdp_cc.shard(seeded(kind), mp_policy=BF16, units=["blocks.*"])
+        model(numbers(2, WIDTH)).float().sum().backward()
+        assert all(parameter.requires_grad for parameter in model.parameters())
+        gradients.append([whole(parameter.grad) for parameter in model.parameters()])
+    assert all(map(torch.equal, *gradients))
+
+
 class LooksAtItsBlocks(Mlp):
     def forward(self, x: Tensor) -> Tensor:
         self.seen = {name: parameter.dtype for name, parameter in self.named_parameters()}

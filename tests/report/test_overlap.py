@@ -133,6 +133,9 @@ def test_what_is_no_trace_is_told_by_name(tmp_path: Path) -> None:
     damaged[40:60] = bytes(20)
     (tmp_path / "damaged.json.gz").write_bytes(damaged)
     (tmp_path / "no_start.json").write_text(write_kineto(tmp_path / "whole.json").read_text().replace('"ts"', '"at"'))
+    event = '{"traceEvents": [{"ph": "X", "ts": 5, "dur": %s, "name": "aten::add", "tid": 1, "cat": "cpu_op"}]}'
+    for name, duration in (("no_time.json", "0"), ("for_ever.json", "1e999")):
+        (tmp_path / name).write_text(event % duration)
     several = write_nsys(tmp_path / "several.sqlite")
     with closing(sqlite3.connect(several)) as database:
         database.execute("UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET globalPid = ? WHERE streamId = 7", (OTHER_PROCESS,))
@@ -142,6 +145,8 @@ def test_what_is_no_trace_is_told_by_name(tmp_path: Path) -> None:
         ("half.json", "not a whole trace"),
         ("list.json", 'no "traceEvents"'),
         ("empty.json", "no kernel, copy or operator"),
+        ("no_time.json", "its events take 0 us in all"),
+        ("for_ever.json", "its events take inf us in all"),
         ("text.sqlite", "not a whole trace"),
         ("no_cuda.sqlite", "--trace=cuda,nvtx"),
         ("cut.json.gz", "not a whole trace"),

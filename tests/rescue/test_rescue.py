@@ -34,7 +34,7 @@ from tests.soak import also
 from tests.twins import refusal
 from yafsdp_cc.checkpoint import files
 from yafsdp_cc.checkpoint.save import wait_for_saves
-from yafsdp_cc.rescue.memory import MEMORY, RunMemory, folder_of_run
+from yafsdp_cc.rescue.memory import MEMORY, RunMemory, folder_of_run, locked_by_rank
 from yafsdp_cc.rescue.nodes import Nodes, Transfer, transfer
 
 on_ranks = partial(on_kept_ranks, fresh=True)  # ranks that are started again are new processes
@@ -505,6 +505,25 @@ def test_a_second_one_in_a_program_is_refused_until_the_first_is_closed_or_gone(
         assert yafsdp_cc.Rescue(nn.Linear(2, 2), every=1).restore() == 0
 
     on_ranks(2, body)
+
+
+def test_two_runs_do_not_take_each_other_s_snapshots(tmp_path: Path) -> None:
+    """Torchrun gives all runs without ``--rdzv-id`` one id; a run that has ended leaves its place to the next."""
+    (tmp_path / "run").mkdir()
+
+    def body(is_refused: bool) -> None:
+        os.environ[MEMORY] = str(tmp_path / "run")
+        rescue = yafsdp_cc.Rescue(nn.Linear(2, 2), every=1)
+        if is_refused:
+            assert "another run, which is going on: start each by yafsdp-cc launch" in refusal(rescue.restore)
+        else:
+            rescue.restore()
+            rescue.step()
+
+    with locked_by_rank(tmp_path / "run"):
+        on_ranks(2, body, True)
+    for _ in range(2):
+        on_ranks(2, body, False)
 
 
 def test_close_removes_what_a_run_has_in_memory(tmp_path: Path) -> None:

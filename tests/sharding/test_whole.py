@@ -38,6 +38,30 @@ def test_whole_parameters(write: bool, caplog: pytest.LogCaptureFixture) -> None
 
 
 @ranks(2)
+def test_what_is_frozen_in_whole_parameters_stays_frozen() -> None:
+    model, plain = twins(Transformer)
+    for on in (False, True):
+        with yafsdp_cc.whole_parameters(model):
+            model.blocks[0].requires_grad_(on)
+        plain.get_submodule("blocks.0").requires_grad_(on)
+        trains_on(model, plain, next_token, [CASES["transformer"].batches(2)])
+
+
+@ranks(2)
+def test_an_optimizer_made_in_whole_parameters_is_refused() -> None:
+    model = seeded(Transformer)
+    yafsdp_cc.shard(model)
+    with yafsdp_cc.whole_parameters(model, write=True):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer.step()
+    next_token(model, mine(CASES["transformer"].batches(2))).backward()
+    with pytest.raises(
+        RuntimeError, match=r"was made inside whole_parameters and holds a copy of 'embed.weight': make"
+    ):
+        optimizer.step()
+
+
+@ranks(2)
 def test_state_dict_round_trip() -> None:
     model, plain = twins(lambda: Transformer(tied=True))
     trains_on(model, plain, next_token, [CASES["transformer"].batches(2)])

@@ -9,7 +9,7 @@ import torch
 
 from tests.models import CASES, Mlp, import_models, llama
 from tests.ranks import ranks
-from tests.twins import inputs, means, mine, reload, same_gradients, sgd, square, step_both, twins
+from tests.twins import inputs, means, mine, reload, same_gradients, same_weights, sgd, square, step_both, twins, whole
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -79,3 +79,21 @@ def test_generate() -> None:
         assert torch.equal(model.generate(prompt, **told), plain.generate(prompt, **told))
         model.train()
         plain.train()
+
+
+@ranks(2)
+def test_averages_taken_in_inference_mode() -> None:
+    model, plain = twins(Mlp)
+    averages = [[parameter.detach().clone() for parameter in each.parameters()] for each in (model, plain)]
+    for step in range(2):
+        truth = means(plain, square, inputs(step=step))
+        square(model, mine(inputs(step=step))).backward()
+        step_both(model, plain, truth, sgd(model, plain))
+        with torch.inference_mode():
+            for each, average in zip((model, plain), averages, strict=True):
+                for parameter, kept in zip(each.parameters(), average, strict=True):
+                    kept.mul_(0.9).add_(parameter.detach(), alpha=0.1)
+                    parameter.data.mul_(0.5)
+    for ours, theirs in zip(*averages, strict=True):
+        torch.testing.assert_close(whole(ours), theirs)
+    same_weights(model, plain, within=1e-6)

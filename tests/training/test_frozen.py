@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import yafsdp_cc
 from tests.models import WIDTH, Mlp, Part
 from tests.ranks import ranks
-from tests.twins import inputs, mine, square, trains_on, twins
+from tests.twins import inputs, mine, same_gradients, square, trains_on, twins
 
 
 class Lora(nn.Module):
@@ -143,3 +143,33 @@ def test_unfreezing_between_micro_batches_is_refused() -> None:
     block[0].requires_grad_(True)
     with pytest.raises(RuntimeError, match=r"'0\.0\.weight' was unfrozen while gradients of micro-batches are kept"):
         model(torch.ones(2, 64)).sum().backward()
+
+
+class Switching(nn.Module):
+    """Unfreezes a parameter in the middle of its forward."""
+
+    def __init__(self, late: str) -> None:
+        super().__init__()
+        self.inner, self.late = Mlp(), late
+        self.get_parameter(late).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inner.enter(x)
+        for block in self.inner.blocks:
+            x = x + block(x)
+        self.get_submodule(self.late.rpartition(".")[0]).requires_grad_(True)
+        out: Tensor = self.inner.leave(x)
+        return out
+
+
+@ranks(2)
+def test_what_is_frozen_between_a_forward_and_its_backward_gets_no_gradient() -> None:
+    """As in one process, also where other parameters of its buffer are trained."""
+    model, plain = twins(Mlp)
+    batches = inputs()
+    losses = square(model, mine(batches)), sum(square(plain, x) for x in batches) / 2
+    for each, loss in zip((model, plain), losses, strict=True):
+        for name in ("blocks.0.0.weight", "blocks.1.2.bias", "leave.bias"):
+            each.get_parameter(name).requires_grad_(False)
+        loss.backward()
+    same_gradients(model, {name: parameter.grad for name, parameter in plain.named_parameters()}, within=1e-6)

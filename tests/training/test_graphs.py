@@ -182,6 +182,37 @@ def test_gradients_of_inputs_leave_no_trace_while_gradients_are_held() -> None:
     same_gradients(model, added(means(plain, square, first), means(plain, square, second)), within=1e-6)
 
 
+@pytest.mark.parametrize("name", ["leave.weight", "leave.bias"])
+@ranks(2)
+def test_gradients_of_parameters_alone_are_refused_by_name(name: str) -> None:
+    """A graph that leads to the gathered weights has no gradient for sharded parameters, whatever else it adds up."""
+    model, plain = twins(Mlp)
+    parameter, batches = model.get_parameter(name), inputs()
+    penalised = square(model, mine(batches)) + parameter.square().sum()
+    for loss in (square(model, mine(batches)), penalised):
+        with pytest.raises(RuntimeError, match=rf"gradient of '{name}'.* and read \.grad"):
+            torch.autograd.grad(loss, [parameter], allow_unused=True)
+        with pytest.raises(RuntimeError, match=rf"gradient of '{name}'"):
+            loss.backward(inputs=[parameter])
+    (found,) = torch.autograd.grad(parameter.square().sum(), parameter)
+    assert torch.equal(found.full_tensor(), 2 * plain.get_parameter(name).detach())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    trains_on(model, plain, square, [inputs(step=step) for step in range(2)])
+
+
+@ranks(2)
+def test_a_weight_that_a_forward_keeps_has_the_gradient_of_this_rank() -> None:
+    model, plain = twins(Mlp)
+    kept = []
+    model.leave.register_forward_hook(lambda module, _, __: kept.append(module.weight))
+    loss = square(model, mine(inputs()))
+    (found,) = torch.autograd.grad(loss, kept, retain_graph=True)
+    (truth,) = torch.autograd.grad(square(plain, mine(inputs())), plain.leave.weight)
+    torch.testing.assert_close(found, truth)
+    loss.backward()
+    same_gradients(model, means(plain, square, inputs()))
+
+
 @ranks(2)
 def test_parameters_are_parameters_whatever_has_run() -> None:
     model, _ = twins(Transformer)

@@ -55,6 +55,35 @@ def _optimizer(kind: str, form: dict[str, Any]) -> None:
         same_weights(model, plain, within=2e-5)
 
 
+@pytest.mark.parametrize("search", [None, "strong_wolfe"])
+@pytest.mark.parametrize("by_name", [False, True])
+@ranks(2)
+def test_lbfgs_decides_by_the_mean_of_the_ranks_losses(by_name: bool, search: str | None) -> None:
+    model, plain = twins(lambda: Mlp().double())
+    batches = [10 * (rank + 1) * each.double() for rank, each in enumerate(inputs())]
+    ours, theirs = (
+        torch.optim.LBFGS(each.parameters(), lr=0.5, max_iter=4, history_size=3, line_search_fn=search)
+        for each in (model, plain)
+    )
+
+    def our_closure() -> Tensor:
+        ours.zero_grad()
+        loss = square(model, mine(batches))
+        loss.backward()
+        return loss
+
+    def their_closure() -> Tensor:
+        theirs.zero_grad()
+        loss: Tensor = sum(square(plain, x) for x in batches) / torch.tensor(2.0)
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        found = ours.step(closure=our_closure) if by_name else ours.step(our_closure)
+        assert found.item() == pytest.approx(theirs.step(their_closure).item(), rel=1e-6)
+    same_weights(model, plain, within=1e-6)
+
+
 class Scaled(nn.Module):
     """Has a parameter without dimensions, as is a temperature."""
 

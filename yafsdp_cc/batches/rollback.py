@@ -66,7 +66,9 @@ class BatchRollback:
         self._save_gradients(state)
         self._save_compression(state)
         for spec in state.specs:  # ``set_requires_gradient_sync`` may switch it between micro-batches
-            self._undo.append(partial(setattr, spec.settings, "reduces", spec.settings.reduces))
+            self._undo.append(
+                partial(setattr, spec.settings, "requires_gradient_sync", spec.settings.requires_gradient_sync)
+            )
         self._save_buffers(state.model)
         self._save_random_states(state.context.device)
         self._copies = {key: each for key, each in self._copies.items() if key in self._saved}

@@ -44,8 +44,8 @@ from torch.distributed.distributed_c10d import _get_default_store
 from yafsdp_cc.batches.rollback import BatchRollback
 from yafsdp_cc.compression.state import compressed_sums
 from yafsdp_cc.engine import streams
+from yafsdp_cc.engine.collectives import FINAL_REDUCE
 from yafsdp_cc.engine.protocols import Observer
-from yafsdp_cc.engine.replicated import FINAL_REDUCE
 from yafsdp_cc.fsdp2.module import require_state
 from yafsdp_cc.ranks.checks import all_gather_objects
 from yafsdp_cc.ranks.groups import group_once, new_group, timeout_of
@@ -641,7 +641,7 @@ def _reduce_zeros(group: ParamGroup, *, sums_over_replicas: bool) -> None:
         context.wait_for_reduces()
         context.replicas.sums = sums_over_replicas
     # with ``reduces`` set, ``take_grads`` takes a buffer of the pool; the rollback restores the setting
-    group.spec.settings.reduces = True
+    group.spec.settings.requires_gradient_sync = True
     group.take_grads(group.flats_with_grads())
     group.accepts_in = -1
     group.reduce()

@@ -7,7 +7,7 @@ import os
 import zlib
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing
 from functools import cache
 from pathlib import Path
@@ -41,7 +41,11 @@ def _background() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max_workers=1, thread_name_prefix="yafsdp_cc.save")
 
 
-os.register_at_fork(after_in_child=_background.cache_clear)  # threads do not survive a fork
+_under_way: set[Future[None]] = set()
+"""Asynchronous saves of this rank that are not over."""
+
+for _forget in (_background.cache_clear, _under_way.clear):
+    os.register_at_fork(after_in_child=_forget)  # threads do not survive a fork
 
 
 def save(
@@ -90,6 +94,8 @@ def save(
     state, content = collect(model, optimizers, extra, compressed, ranks.front)
     if asynchronous:
         future = _background().submit(_write, target, tree_map(host_copy, state), content, ranks.back)
+        _under_way.add(future)
+        future.add_done_callback(_under_way.discard)
         future.add_done_callback(_log_failure)
         return future
     wait_for_saves()
@@ -118,7 +124,7 @@ def collect(
 
 def wait_for_saves() -> None:
     """Return when no save of this rank is under way."""
-    _background().submit(lambda: None).result()
+    wait(_under_way.copy())
 
 
 def _write(path: Path, state: dict[str, Any], content: bytes, group: Group) -> None:

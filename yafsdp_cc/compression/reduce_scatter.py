@@ -256,10 +256,11 @@ class CompressedSum(Collective):
         self._encodes = encodes and self._encoder is not None
         self._is_momentum = self._encodes and self.momentum is not None and schedule.beta > 0
         self._is_decoded = not self._encodes or self.estimate is None
-        if self._is_momentum and self.flat.has_grad:
+        has_grad = any(param.parameter.grad is not None for param in self.flat.params)
+        if self._is_momentum and has_grad:
             self._refuse_second_sum()
         self._adds_carried, self._added = encodes and self.carried_over is not None, []
-        self._adds_exact = self.exact_mean is not None and self.flat.has_grad
+        self._adds_exact = self.exact_mean is not None and has_grad
         if encodes or self._keeps_exact:
             schedule.clip_gradients(self.flat.name, grads)
         if self._keeps_exact:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections import deque, namedtuple
+from collections import namedtuple
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -48,13 +48,6 @@ class GateGradFlow(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, _: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         return (None, None, *ctx.gated.post_backward(grads))
-
-    @staticmethod
-    def jvp(ctx: Any, *_: Any) -> None:
-        raise NotImplementedError(
-            "forward-mode differentiation of a sharded model whose graph is recorded: tangents do not go through it. "
-            "Compute them under torch.no_grad(), or on an unsharded model"
-        )
 
 
 class Narrow(torch.autograd.Function):
@@ -88,17 +81,16 @@ narrow: Callable[[Tensor, FSDPParam, Tensor], Tensor] = super(torch.autograd.Fun
 # Tensors in arguments and outputs ----------------------------------------------------------------------------------
 
 _ATOMS = (type(None), bool, int, float, str)
+_next_node = torch._C._autograd._get_sequence_nr
+"""Function that returns the number which autograd gives the next node that this thread makes."""
 
 
 def map_tensors(tree: Any, change: Callable[[Tensor], Tensor], within: tuple[Any, ...] = ()) -> Any:
     """Return ``tree`` with every tensor replaced by ``change(tensor)``; the same object where nothing changed.
 
     Looks into tuples, lists, dicts, dataclasses and whatever is registered with ``torch.utils._pytree``, such as the
-    output classes of Hugging Face models. Objects of any other type are returned unchanged, tensors in them, too.
-
-    Args:
-        within: dataclasses that ``tree`` is a part of; a reference back to one of them, as of a tree's node to its
-            parent, is left as it is.
+    output classes of Hugging Face models. Objects of any other type are returned unchanged, tensors in them, too, and
+    so are dataclasses that ``tree`` is a part of (``within``), as the parent of a tree's node is.
     """
     if isinstance(tree, Tensor):
         return change(tree)
@@ -128,80 +120,13 @@ def map_tensors(tree: Any, change: Callable[[Tensor], Tensor], within: tuple[Any
 
 def _map_dataclass(tree: Any, change: Callable[[Tensor], Tensor], within: tuple[Any, ...]) -> Any:
     fresh = None
-    for name, old in _contents(tree).items():
+    for field in dataclasses.fields(tree):
+        old = getattr(tree, field.name, None)  # a field may have no value
         new = map_tensors(old, change, within)
         if new is not old:
             fresh = copy.copy(tree) if fresh is None else fresh
-            object.__setattr__(fresh, name, new)
+            object.__setattr__(fresh, field.name, new)
     return tree if fresh is None else fresh
-
-
-def _contents(container: Any) -> dict[Any, Any]:
-    """Return what a list, dict or dataclass holds: by index, by key, or by the name of a field that has a value."""
-    if isinstance(container, (list, deque)):
-        return dict(enumerate(container))
-    if isinstance(container, dict):
-        return dict(container)
-    names = [field.name for field in dataclasses.fields(container)]
-    return {name: getattr(container, name) for name in names if hasattr(container, name)}
-
-
-class CopiedContainer:
-    """A list, dict or dataclass in a module's arguments, and the copy with other tensors that its forward gets.
-
-    Args:
-        given: the container that the caller has passed.
-        passed: the copy that ``map_tensors`` has made.
-    """
-
-    def __init__(self, given: Any, passed: Any) -> None:
-        self.given, self.passed = given, passed
-        self._before = _contents(passed)
-
-    def written(self) -> dict[Any, Any]:
-        """Return what the forward has put into the copy, by index, key or field."""
-        kept = {id(each) for each in self._before.values()}
-        return {key: each for key, each in _contents(self.passed).items() if id(each) not in kept}
-
-    def write_back(self, written: dict[Any, Any]) -> None:
-        """Change the caller's container as the forward has changed the copy: ``skips.append(x)``, ``batch["x"] = x``.
-
-        What the forward has left in the copy remains the caller's own.
-
-        Args:
-            written: the values to put in, as of ``written()``.
-        """
-        before, after, own = self._before, _contents(self.passed), _contents(self.given)
-        if after.keys() == before.keys() and all(after[key] is each for key, each in before.items()):
-            return
-        originals = {id(each): own[key] for key, each in before.items()}
-        values = {key: written[key] if key in written else originals[id(each)] for key, each in after.items()}
-        if isinstance(self.given, (list, deque)):
-            self.given.clear()
-            self.given.extend(values.values())
-        elif isinstance(self.given, dict):  # output classes of Hugging Face models refuse ``update`` and ``clear``
-            for key in own.keys() - values.keys():
-                del self.given[key]
-            for key, value in values.items():
-                self.given[key] = value
-        else:
-            for name, value in values.items():
-                object.__setattr__(self.given, name, value)
-
-
-def copied_containers(given: Any, passed: Any) -> list[CopiedContainer]:
-    """Return the lists, dicts and dataclasses within ``given`` that ``map_tensors`` has copied to make ``passed``."""
-    if given is passed or isinstance(given, Tensor):
-        return []
-    if isinstance(given, tuple):
-        found, own, copies = [], dict(enumerate(given)), dict(enumerate(passed))
-    elif isinstance(given, (list, deque, dict)) or dataclasses.is_dataclass(given):
-        found, own, copies = [CopiedContainer(given, passed)], _contents(given), _contents(passed)
-    else:
-        return []
-    for key, each in own.items():
-        found += copied_containers(each, copies[key])
-    return found
 
 
 def convert_tensors(tree: Any, dtype: torch.dtype | None, device: torch.device | None = None) -> Any:
@@ -237,3 +162,44 @@ def gate_tensors(
     rest = iter(gated)
     fresh = map_tensors((args, kwargs), lambda tensor: next(rest) if tensor.requires_grad else tensor)
     return fresh[0], fresh[1]
+
+
+def hook_outputs(
+    output: Any,
+    dtype: torch.dtype | None,
+    hook: Callable[[Tensor], None] | None,
+    first_node: int,
+    address: int | None = None,
+) -> Any:
+    """Return ``output`` of a module in ``dtype``, with ``hook`` on each tensor that a node of autograd has made.
+
+    A write in place to a view (``x = block(x).flatten(1)``, ``x += y``) takes the view's node out of the graph, and the
+    hooks on it: ``hook`` is put on the tensor that is viewed, too, if the forward has made that.
+
+    [Note: outputs are newest] The backward runs newer nodes first. Those of a loss that the module has put aside
+    (``self.loss = head(y)``, then ``return y``) would read weights before ``hook`` has them gathered. So an output
+    that is older is returned as a view of itself, whose node is the newest.
+
+    Args:
+        first_node: number that autograd has given the first node of the root's forward.
+        address: address of a weight buffer, which will be refilled: outputs that are views of it are copied.
+    """
+    if dtype is None and hook is None and address is None:
+        return output
+    newest = _next_node() - 1
+
+    def finish(tensor: Tensor) -> Tensor:
+        is_plain = address is not None and type(tensor) is Tensor and tensor.layout is torch.strided
+        if is_plain and tensor.untyped_storage().data_ptr() == address:
+            tensor = tensor.clone()
+        tensor = tensor if dtype is None else convert(tensor, dtype)
+        if hook is not None and tensor.grad_fn is not None:  # hooks on a leaf, which no forward makes, would stay on it
+            if tensor.grad_fn._sequence_nr() < newest and tensor.layout is torch.strided:
+                tensor = tensor.view_as(tensor)
+            tensor.register_hook(hook)
+            viewed = tensor._base
+            if viewed is not None and viewed.grad_fn is not None and viewed.grad_fn._sequence_nr() >= first_node:
+                viewed.register_hook(hook)
+        return tensor
+
+    return map_tensors(output, finish)

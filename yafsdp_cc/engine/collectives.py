@@ -1,4 +1,4 @@
-"""The exact collectives of a parameter group (see ``protocols``).
+"""The exact collectives of a parameter group (see ``protocols``), and hashes of the collectives that a rank issues.
 
 Gradients are summed on the network and divided once, at the end, over the shard (``param.ShardedGrad``): over gloo by
 an all-to-all of chunks and a local sum in rank order, in fp32 (fp64 for fp64), over NCCL by its reduce-scatter.
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from yafsdp_cc.engine.agreement import Agreement, Describe, Operation
 from yafsdp_cc.engine.protocols import AllGather, ReduceScatter
 
 if TYPE_CHECKING:
@@ -155,3 +156,46 @@ class ExactReduceScatter(ReduceScatter):
             for other in others:
                 total.add_(other)
         return total if self._scale == 1 else total.mul_(self._scale)
+
+
+_MASK = (1 << 64) - 1
+_LONG, _SHORT = 1_000_003, 256 * 1_000_003
+"""Factors of running hashes; a hash that is multiplied eight times by ``_SHORT`` keeps no bit of its old value."""
+FINAL_REDUCE = "final reduce"
+"""The kind of the operation behind which gradients are final."""
+
+
+class CollectiveFingerprint(Agreement):
+    """Hashes of the collectives that this rank has issued, which say whether all ranks expect the next one."""
+
+    def record(self, kind: str, name: str) -> None:
+        """Note a decision about the group ``name``, which all ranks have made alike, as one more operation."""
+        operation = (kind, name, (), ())
+        self._add(operation, self.hash(operation))
+
+    def agree(
+        self, kind: str, name: str, flats: Sequence[FlatParam] = (), describe: Describe = lambda waited: ""
+    ) -> None:
+        """Return once all ranks are known to issue the same operation next.
+
+        Args:
+            kind: what the operation does.
+            name: name of the group that it is issued for.
+            flats: flat parameters whose gradients it sums.
+            describe: says what this rank is doing, for the error.
+
+        Raises:
+            RuntimeError: ranks issue different operations, or a rank issues none within the time-out.
+        """
+        wanted = tuple([param.parameter.requires_grad for flat in flats for param in flat.params])
+        operation = (kind, name, wanted, tuple([flat.divisor.factor for flat in flats]))
+        known = self.hashes.get(operation) or self.hash(operation)
+        if self.has_peers and self.followers.get(self.path) != known:
+            self.follow(operation, flats, describe)
+        self._add(operation, known)
+
+    def _add(self, operation: Operation, known: int) -> None:
+        self.path = 0 if operation[0] == FINAL_REDUCE else (self.path * _LONG + known + 1) & _MASK
+        self.context = (self.context * _SHORT + known + 1) & _MASK
+        self.count += 1
+        self.last.append(operation)

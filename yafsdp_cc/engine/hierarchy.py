@@ -19,14 +19,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from yafsdp_cc.engine.communicator import ScratchBuffers
+from yafsdp_cc.engine.communicator import CommContext, ScratchBuffers, Works
 from yafsdp_cc.engine.protocols import AllReduce
 from yafsdp_cc.engine.step_state import StepState, history, unreduced
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from yafsdp_cc.engine.communicator import CommContext, Works
     from yafsdp_cc.engine.param import FlatParam
     from yafsdp_cc.engine.streams import CommStream
 

@@ -99,26 +99,14 @@ class FSDPParam(StepState):
         """Function that sets ``unsharded_grad``, unless the backward does not want the parameters' gradients."""
 
     @property
-    def lies_in_shard(self) -> bool:
-        """Whether the parameter that users see is still this rank's range of the shard."""
-        return self.parameter._local_tensor is self.local  # type: ignore[attr-defined]
-
-    @property
     def is_held(self) -> bool:
         """Whether the modules still hold this parameter, not another in its place."""
         return all(module._parameters.get(attribute) is self.parameter for module, attribute in self.sites)
 
-    def check_unchanged(self) -> None:
-        """Raise a ``RuntimeError`` if modules hold another parameter in place of this one, or it left the shard."""
-        if not self.is_held or not self.lies_in_shard:
-            raise RuntimeError(
-                f"'{self.spec.name}' was replaced or converted after shard(), or this call is inside whole_parameters: "
-                "the engine would go on with old values. Tie, convert and assign parameters before shard(), change "
-                "their values in place afterwards, call the model outside (torch.func.functional_call is not supported)"
-            )
-
     def accumulate_grad(self, grad: Tensor) -> None:
         """Write one contribution to the gradient buffer: the first is copied, with its cast, others are added."""
+        if not self.parameter.requires_grad:  # frozen since the forward: no gradient, as in torch
+            return
         target = self.unsharded_grad
         if target is None or (self.accepts_in is not None and self.accepts_in != _graph_task()):
             self.acquire_grad_buffer()
@@ -364,11 +352,6 @@ class FlatParam:
         return any(param.parameter.requires_grad for param in self.params)
 
     @property
-    def has_grad(self) -> bool:
-        """Whether any parameter has a ``.grad``."""
-        return any(param.parameter.grad is not None for param in self.params)
-
-    @property
     def device_bytes(self) -> int:
         """Bytes of shard and gradient on the device of the forward."""
         return self.sharded.nbytes + (self.sharded_grad.buffer.nbytes if self.sharded_grad is not None else 0)
@@ -418,6 +401,10 @@ class FlatParam:
             buffer = torch.zeros(numel, dtype=dtype, device=self.sharded.device)
             self.sharded_grad = ShardedGrad(buffer, self.params)
         return self.sharded_grad
+
+    def complete_reduce(self, grads: Tensor, used: Sequence[bool]) -> None:
+        """Pass on the sum of ``grads``, whose reduce-scatter has ended, by ``add_sum``."""
+        self.add_sum(self.reduce_scatter.finish(grads), used)
 
     def add_to_grad(self, parts: Iterable[tuple[int, Tensor]], used: Sequence[bool]) -> None:
         """Divide a sum over ranks and add it to ``.grad``; arguments as of ``ShardedGrad.add``."""

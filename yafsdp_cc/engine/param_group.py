@@ -34,11 +34,11 @@ from yafsdp_cc.profiling import Span, span
 if TYPE_CHECKING:
     import torch.distributed as dist
 
+    from yafsdp_cc.engine.collectives import CollectiveFingerprint
     from yafsdp_cc.engine.communicator import CommContext
     from yafsdp_cc.engine.hierarchy import Replicas
     from yafsdp_cc.engine.param import FlatParam
     from yafsdp_cc.engine.protocols import Observer
-    from yafsdp_cc.engine.replicated import CollectiveFingerprint
     from yafsdp_cc.engine.spec import Counters, ParamGroupSpec, Role
     from yafsdp_cc.engine.streams import CommStream
     from yafsdp_cc.ranks.mesh import MeshInfo
@@ -181,7 +181,8 @@ class GroupContext(_ContextStep):
     def warn_of_kept_grads(self) -> None:
         """Warn once of the memory that unsharded gradients take that are kept from one backward to the next."""
         if not self.has_warned and self.gather.comm.rank == 0:
-            keeping = [g for g in self.groups if not (g.spec.settings.reduces or g.is_alone_in_grad_buffer)]
+            unsynced = (group for group in self.groups if not group.spec.settings.requires_gradient_sync)
+            keeping = [group for group in unsynced if not group.is_alone_in_grad_buffer]
             nbytes = sum(unsharded_grad_bytes([flat for flat in group.flats if flat.trainable]) for group in keeping)
             is_planned = any(group.spec.role is not None for group in keeping)  # ``shard``, which plans, sets roles
             _log.warning(
@@ -492,7 +493,7 @@ class ParamGroup(StepState):
         context = self.context
         for flat in flats:
             context.bind_reduce(flat)
-        keeps = not (self.spec.settings.reduces or self.is_alone_in_grad_buffer)
+        keeps = not (self.spec.settings.requires_gradient_sync or self.is_alone_in_grad_buffer)
         if keeps and all(flat.reduce_scatter.defers for flat in flats):
             keeps = False  # ``post_backward`` hands gradients to the reduce-scatters, which store them
         if (flats, keeps) not in self._known_grads:
@@ -544,7 +545,7 @@ class ParamGroup(StepState):
             if leaf.grad is not None:  # from ops that activation checkpointing ran again
                 param.accumulate_grad(leaf.grad)
                 leaf.grad = None
-        if self.spec.settings.reduces:
+        if self.spec.settings.requires_gradient_sync:
             self.reduce()
         elif self.grads is not None:
             self._defer(self.grads)
@@ -568,7 +569,7 @@ class ParamGroup(StepState):
             reduce_span = span("reduce", self.name, planned_bytes)
             handle = reduce_span.start()
         for flat, whole, written in zip(grads.flats, grads.flat, used, strict=True):
-            finish = partial(_complete_reduce, flat, whole, written)
+            finish = partial(flat.complete_reduce, whole, written)
             context.issue_reduce(grads.buffer, partial(flat.reduce_scatter.start, whole), finish)
             context.reduced.append((flat, written))
             context.counters.reduced_bytes += flat.reduce_scatter.sent_bytes
@@ -642,10 +643,6 @@ def prefetch(groups: Sequence[ParamGroup]) -> None:
         if group.unsharded.buffer not in taken:
             taken.append(group.unsharded.buffer)
             group.prefetch()
-
-
-def _complete_reduce(flat: FlatParam, grads: Tensor, used: list[bool]) -> None:
-    flat.add_sum(flat.reduce_scatter.finish(grads), used)
 
 
 def _store(flat: FlatParam, grads: Tensor, async_op: bool) -> Sequence[dist.Work]:

@@ -1,4 +1,4 @@
-"""Replicated parameters, and what ranks tell each other about gradients and collectives.
+"""Replicated parameters, and what ranks tell each other about gradients.
 
 Norms, biases and other tiny parameters are whole on every rank: sharding them would save nothing and cost a collective
 each. Their gradients are summed once per backward, in fp32 (fp64 if one of them is) and never encoded, in one buffer
@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from yafsdp_cc.engine.agreement import Agreement
 from yafsdp_cc.engine.collectives import ExactReduceScatter
 from yafsdp_cc.engine.layout import VECTOR, align
 from yafsdp_cc.engine.param import FlatParam
@@ -24,7 +23,6 @@ from yafsdp_cc.engine.streams import PinnedReadback
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from yafsdp_cc.engine.agreement import Describe, Operation
     from yafsdp_cc.engine.communicator import CommContext, Communicator, Works
     from yafsdp_cc.engine.param import FSDPParam
     from yafsdp_cc.engine.streams import CommStream
@@ -185,13 +183,14 @@ class ReplicatedParams:
 
     def accumulate_grads(self, params: Sequence[FSDPParam], grads: Sequence[Tensor | None]) -> None:
         """Write the gradients of a backward into the buffer that is summed: copied on first touch, added afterwards."""
-        fresh = {p: g for p, g in zip(params, grads, strict=True) if g is not None and not (p.written or g.is_sparse)}
+        found = [(p, grad) for p, grad in zip(params, grads, strict=True) if grad is not None]
+        fresh = {p: g for p, g in found if p.parameter.requires_grad and not (p.written or g.is_sparse)}
         if fresh:  # in one kernel
             torch._foreach_copy_(cast("list[Tensor]", [p.unsharded_grad for p in fresh]), list(fresh.values()))
-        for param, grad in zip(params, grads, strict=True):
+        for param, grad in found:
             if param in fresh:
                 param.written = True
-            elif grad is not None:
+            else:
                 param.accumulate_grad(grad)
         for param, leaf in zip(self.params, self._leaves, strict=True):
             if leaf.grad is not None:  # reentrant checkpointing has recomputed operations on the leaf
@@ -236,9 +235,6 @@ class ReplicatedParams:
             param.written, leaf.grad = False, None
 
 
-# Unused parameters -------------------------------------------------------------------------------------------------
-
-
 def usage_flags(reduced: Mapping[FSDPParam, bool], count: int, is_fed: Callable[[FSDPParam], bool]) -> list[float]:
     """Return 1 for each of ``count`` parameters that this rank knows a gradient of, to be summed over ranks.
 
@@ -272,48 +268,3 @@ def hand_out_grads(reduced: Iterable[FSDPParam], flags: Tensor | None) -> None:
         if hooks and param.parameter.grad is not None:
             for hook in hooks.values():
                 hook(param.parameter)
-
-
-# The collectives that ranks issue ----------------------------------------------------------------------------------
-
-_MASK = (1 << 64) - 1
-_LONG, _SHORT = 1_000_003, 256 * 1_000_003
-"""Factors of running hashes; a hash that is multiplied eight times by ``_SHORT`` keeps no bit of its old value."""
-FINAL_REDUCE = "final reduce"
-"""The kind of the operation behind which gradients are final."""
-
-
-class CollectiveFingerprint(Agreement):
-    """Hashes of the collectives that this rank has issued, which say whether all ranks expect the next one."""
-
-    def record(self, kind: str, name: str) -> None:
-        """Note a decision about the group ``name``, which all ranks have made alike, as one more operation."""
-        operation = (kind, name, (), ())
-        self._add(operation, self.hash(operation))
-
-    def agree(
-        self, kind: str, name: str, flats: Sequence[FlatParam] = (), describe: Describe = lambda waited: ""
-    ) -> None:
-        """Return once all ranks are known to issue the same operation next.
-
-        Args:
-            kind: what the operation does.
-            name: name of the group that it is issued for.
-            flats: flat parameters whose gradients it sums.
-            describe: says what this rank is doing, for the error.
-
-        Raises:
-            RuntimeError: ranks issue different operations, or a rank issues none within the time-out.
-        """
-        wanted = tuple([param.parameter.requires_grad for flat in flats for param in flat.params])
-        operation = (kind, name, wanted, tuple([flat.divisor.factor for flat in flats]))
-        known = self.hashes.get(operation) or self.hash(operation)
-        if self.has_peers and self.followers.get(self.path) != known:
-            self.follow(operation, flats, describe)
-        self._add(operation, known)
-
-    def _add(self, operation: Operation, known: int) -> None:
-        self.path = 0 if operation[0] == FINAL_REDUCE else (self.path * _LONG + known + 1) & _MASK
-        self.context = (self.context * _SHORT + known + 1) & _MASK
-        self.count += 1
-        self.last.append(operation)

@@ -111,8 +111,8 @@ class GroupSettings:
     forward_prefetch: Sequence[ParamGroupSpec] = ()
     """Groups gathered when this group is about to run, in place of those that followed it the last time."""
     backward_prefetch: Sequence[ParamGroupSpec] = ()
-    reduces: bool = True
-    """Whether a backward reduces the gradients (``set_requires_gradient_sync``)."""
+    requires_gradient_sync: bool = True
+    """Whether a backward reduces the gradients."""
     grad_buffers: int = 2
     """Number of gradient buffers that groups of this role take in turn."""
     separate_reduce_group: bool = False

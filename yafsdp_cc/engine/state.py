@@ -36,9 +36,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import profiler
 
-from yafsdp_cc.engine.autograd import convert, convert_tensors, gate, gate_tensors, map_tensors, narrow
+from yafsdp_cc.engine.autograd import convert_tensors, gate, gate_tensors, hook_outputs, narrow
+from yafsdp_cc.engine.collectives import FINAL_REDUCE
 from yafsdp_cc.engine.param_group import prefetch
-from yafsdp_cc.engine.replicated import FINAL_REDUCE, hand_out_grads, usage_flags
+from yafsdp_cc.engine.replicated import hand_out_grads, usage_flags
 from yafsdp_cc.engine.step_state import StepState, history, transient, unreduced
 from yafsdp_cc.engine.streams import on_stream
 from yafsdp_cc.profiling import NVTX_LISTENS, Span
@@ -66,8 +67,6 @@ _REPLICATED_SPAN = Span("replicated")
 _graph_task = torch._C._current_graph_task_id
 """Function that returns the id of the backward (autograd's graph task) under way in this thread, or -1."""
 _keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
-_next_node = torch._C._autograd._get_sequence_nr
-"""Function that returns the number which autograd gives the next node that this thread makes."""
 _saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
@@ -259,7 +258,7 @@ class FSDPState(_ModelStep):
             return convert_tensors(output, self._output_dtype)
         self.end_iteration()
         hook = iteration.pre_backward if iteration.has_gate else None
-        return _hook_outputs(output, self._output_dtype, hook, iteration.first_node)
+        return hook_outputs(output, self._output_dtype, hook, iteration.first_node)
 
     def drop_interrupted(self) -> None:
         """Reset if an interrupt, of which no hook of a module learns, has ended the forward under way."""
@@ -403,7 +402,7 @@ class FSDPState(_ModelStep):
             # The hook keeps the iteration alive: the graph may outlive every other reference to the iteration.
             hook = partial(call.pre_backward, call.iteration)
             first_node = call.iteration.first_node
-        output = _hook_outputs(output, dtype, hook, first_node, unsharded.buffer.address)
+        output = hook_outputs(output, dtype, hook, first_node, unsharded.buffer.address)
         group.release(unsharded)
         if not group.spec.settings.keeps_after_forward:
             group.release_held()
@@ -538,7 +537,8 @@ class FSDPState(_ModelStep):
                 if on_leaves or group.grads is not None or group.deferred:
                     group.post_backward()
             sums_over_replicas = context.replicas is None or context.replicas.sums
-            self._keeps_grads = not (sums_over_replicas and any(spec.settings.reduces for spec in self.specs))
+            is_synced = any(spec.settings.requires_gradient_sync for spec in self.specs)
+            self._keeps_grads = not (sums_over_replicas and is_synced)
             if not self._keeps_grads:
                 self._make_grads_final()
         context.wait_for_reduces()  # gradients that are deferred are read from their buffers, too
@@ -648,47 +648,6 @@ class GroupForward(NamedTuple):
     span: Handle | None
     borrowed: GroupForward | None
     """Forward of the root's group, entered because a parameter of this group is tied to one of the root's."""
-
-
-def _hook_outputs(
-    output: Any,
-    dtype: torch.dtype | None,
-    hook: Callable[[Tensor], None] | None,
-    first_node: int,
-    address: int | None = None,
-) -> Any:
-    """Return ``output`` of a module in ``dtype``, with ``hook`` on each tensor that a node of autograd has made.
-
-    A write in place to a view (``x = block(x).flatten(1)``, ``x += y``) takes the view's node out of the graph, and the
-    hooks on it: ``hook`` is put on the tensor that is viewed, too, if the forward has made that.
-
-    [Note: outputs are newest] A loss that the module has put aside (``self.loss = head(y)``, then ``return y``) has
-    nodes that are newer than the output's. The backward runs newer nodes first, and those would read weights before
-    ``hook`` has them gathered. Such an output is returned as a view of itself, whose node is the newest.
-
-    Args:
-        first_node: number that autograd has given the first node of the root's forward.
-        address: address of a weight buffer, which will be refilled: outputs that are views of it are copied.
-    """
-    if dtype is None and hook is None and address is None:
-        return output
-    newest = _next_node() - 1
-
-    def finish(tensor: Tensor) -> Tensor:
-        is_plain = address is not None and type(tensor) is Tensor and tensor.layout is torch.strided
-        if is_plain and tensor.untyped_storage().data_ptr() == address:
-            tensor = tensor.clone()
-        tensor = tensor if dtype is None else convert(tensor, dtype)
-        if hook is not None and tensor.grad_fn is not None:  # hooks on a leaf, which no forward makes, would stay on it
-            if tensor.grad_fn._sequence_nr() < newest and tensor.layout is torch.strided:
-                tensor = tensor.view_as(tensor)
-            tensor.register_hook(hook)
-            viewed = tensor._base
-            if viewed is not None and viewed.grad_fn is not None and viewed.grad_fn._sequence_nr() >= first_node:
-                viewed.register_hook(hook)
-        return tensor
-
-    return map_tensors(output, finish)
 
 
 class IterationState:

@@ -40,7 +40,7 @@ from yafsdp_cc.sharding.materialize import move_buffers
 from yafsdp_cc.tensor.dtensor import FlatDTensor
 from yafsdp_cc.tensor.loading import apply_to_shards, follow_assignments
 from yafsdp_cc.tensor.module_parameters import install_module_parameters, remove_module_parameters
-from yafsdp_cc.tensor.shown import LEFT_OVER
+from yafsdp_cc.tensor.shown import COPY_OF, LEFT_OVER
 from yafsdp_cc.tensor.unsharded import register_until_reshard, reshard, reshard_for_state_dicts, unshard_until_reshard
 from yafsdp_cc.tensor.unwritten import makes_empty, mark_unwritten
 
@@ -211,7 +211,7 @@ class ShardedModule(FSDPModule, nn.Module):
         reduced into the sharded gradients and no unsharded gradients are kept.
         """
         for spec in self._specs(recurse):
-            spec.settings.reduces = requires_gradient_sync
+            spec.settings.requires_gradient_sync = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Set whether a backward sums over the replicas of a 2-D mesh, or leaves partial sums to a later one. A
@@ -628,7 +628,7 @@ def whole_parameters(model: nn.Module, *, write: bool = False) -> Iterator[None]
 
     Each has its own dtype. Tensor-parallel parameters are the DTensors that ``parallelize_module`` made.
     ``named_parameters()``, attributes and ``state_dict()`` all show them; they are copies that take the memory of a
-    whole model.
+    whole model. What is frozen or unfrozen inside stays so. Optimizers are made outside.
 
     Args:
         model: the model that was passed to ``shard``.
@@ -657,6 +657,9 @@ def whole_parameters(model: nn.Module, *, write: bool = False) -> Iterator[None]
             if write:
                 with torch.no_grad():
                     param.parameter.copy_(whole)
+            if param.parameter.requires_grad is not whole.requires_grad:
+                param.parameter.requires_grad_(whole.requires_grad)
+            vars(whole)[COPY_OF] = param.spec
             param.set_parameter(param.parameter)
 
 

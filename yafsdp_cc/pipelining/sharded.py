@@ -43,7 +43,7 @@ class ShardedStage(PipelineStage):
         # count here: ``last_backward`` tells of gradients of weights, which a schedule may compute later
         self._backwards += 1
         for spec in specs_below(self.submod):
-            spec.settings.reduces = self._backwards == self.chunks
+            spec.settings.requires_gradient_sync = self._backwards == self.chunks
         return stage_backward(**bwd_kwargs), None
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:

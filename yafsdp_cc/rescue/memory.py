@@ -3,6 +3,7 @@
 /dev/shm/yafsdp_cc-<user>-<run>/    one for each name of a run
     <id>/                           one for each run; the launchers of its nodes agree on the id
         lock                        locked as long as the launcher lives
+        rank                        locked as long as the first rank of the node lives
         step-40.1f3a90c2/           files of a checkpoint; the letters are new after each start of the ranks
         steps-3                     number of steps that rank 3 has finished
 """
@@ -26,6 +27,26 @@ def folder_of_run(name: str, run_id: str) -> Path:
     """Return the folder of the run of this name and id, which may not exist."""
     name, run_id = (re.sub(r"[^\w.-]", "_", each) for each in (name, run_id))
     return _ROOT / f"yafsdp_cc-{os.getuid()}-{name}" / run_id
+
+
+def locked_by_rank(folder: Path) -> IO[bytes]:
+    """Lock the folder of a run until this process ends, or the file that is returned is closed.
+
+    Processes that this one forks have no part in the lock, so those that outlive it hold up no restart.
+
+    Raises:
+        ValueError: a rank of another run has locked it.
+    """
+    file = (folder / "rank").open("wb")
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        file.close()
+        raise ValueError(
+            f"{folder} has the snapshots of another run, which is going on: start each by yafsdp-cc launch, or by "
+            f"torchrun --rdzv-id=NAME, or with a folder of its own, {MEMORY}=/dev/shm/NAME"
+        ) from error
+    return file
 
 
 class RunMemory:

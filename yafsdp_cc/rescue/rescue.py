@@ -27,7 +27,7 @@ from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -49,7 +49,7 @@ from yafsdp_cc.checkpoint.writer import CheckpointWriter
 from yafsdp_cc.fsdp2.module import ShardedModule, require_state
 from yafsdp_cc.ranks.checks import all_gather_objects
 from yafsdp_cc.replicas.sync import local_of, refuse_sync
-from yafsdp_cc.rescue.memory import MEMORY, folder_of_run
+from yafsdp_cc.rescue.memory import MEMORY, folder_of_run, locked_by_rank
 from yafsdp_cc.rescue.nodes import LostError, Nodes, Transfer, copy_to_buddies, fetch, files_in
 
 if TYPE_CHECKING:
@@ -63,12 +63,6 @@ _WAIT = 0.002
 """Seconds between looks whether training still communicates, while the copy to the buddy waits for that."""
 
 _all: weakref.WeakSet[Rescue] = weakref.WeakSet()
-
-
-def wait_for_snapshots() -> None:
-    """Return when no snapshot of this rank is under way; to be called before process groups are destroyed."""
-    for each in list(_all):
-        each._wait()
 
 
 class Rescue:
@@ -137,6 +131,8 @@ class Rescue:
             raise ValueError(
                 f"{self._folder} cannot be made ({error}): snapshots need a memory that outlives a process, /dev/shm"
             ) from error
+        self._lock: IO[bytes] | None = None
+        """Lock of the folder, on the first rank of a node."""
         self._steps = -1
         """Number of finished steps; -1 before ``restore``."""
         self._started = self._whole = 0
@@ -164,7 +160,8 @@ class Rescue:
             The number of steps that are finished; 0 where there is nothing to go on from.
 
         Raises:
-            ValueError: what there is fits another model, or all of it is damaged.
+            ValueError: what there is fits another model, or all of it is damaged; or another run that is going on has
+                its snapshots in the same place.
             RuntimeError: not all ranks have called this; or training goes on, and there is nothing to go back to yet;
                 or another Rescue of this program has snapshots.
         """
@@ -183,6 +180,9 @@ class Rescue:
         check_is_one_model("Rescue.restore()", self._model)
         refuse_sync("Rescue", self._model)
         self._nodes = Nodes(self._folder, ranks.back)
+        with together(ranks.front):
+            if self._nodes.is_first:
+                self._lock = self._lock or locked_by_rank(self._folder)
         finished = [int(each.read_text() or 0) for each in self._folder.glob("steps-*")]
         here = (self._whole_snapshots(), max(finished, default=0), secrets.token_hex(4))
         snapshots, last, lives = zip(*all_gather_objects(here, ranks.back), strict=True)
@@ -295,6 +295,8 @@ class Rescue:
         if self._steps >= 0:
             all_gather_objects(None, self._ranks.back)
         shutil.rmtree(self._folder, ignore_errors=True)
+        if self._lock is not None:
+            self._lock.close()
         _all.discard(self)
 
     def _extra(self) -> dict[str, Any]:

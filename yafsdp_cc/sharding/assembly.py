@@ -21,12 +21,12 @@ from torch.autograd.graph import get_gradient_edge
 from torch.distributed.distributed_c10d import _get_default_store
 
 from yafsdp_cc.engine.buffers import Buffer, BufferPool
-from yafsdp_cc.engine.collectives import ExactReduceScatter
+from yafsdp_cc.engine.collectives import CollectiveFingerprint, ExactReduceScatter
 from yafsdp_cc.engine.communicator import CommContext, Communicator, ScratchBuffers
 from yafsdp_cc.engine.hierarchy import Replicas
 from yafsdp_cc.engine.param import UnshardedParams, unsharded_bytes, unsharded_grad_bytes
 from yafsdp_cc.engine.param_group import GroupContext, ParamGroup
-from yafsdp_cc.engine.replicated import CollectiveFingerprint, ReplicatedParams
+from yafsdp_cc.engine.replicated import ReplicatedParams
 from yafsdp_cc.engine.spec import EXACT, Counters, specs_below
 from yafsdp_cc.engine.state import GROUP, STATE, FSDPState
 from yafsdp_cc.engine.streams import comm_stream
@@ -42,7 +42,7 @@ from yafsdp_cc.sharding.units import ROOT, TAKE_TURNS
 from yafsdp_cc.sharding.watch import watch
 from yafsdp_cc.tensor.dtensor import engines
 from yafsdp_cc.tensor.loading import take_back
-from yafsdp_cc.tensor.module_parameters import ModelContents
+from yafsdp_cc.tensor.module_parameters import ModelContents, check_unchanged
 from yafsdp_cc.tensor.reductions import fingerprints
 from yafsdp_cc.tensor.shown import sharded_as
 from yafsdp_cc.tensor.unsharded import StayUnsharded
@@ -153,7 +153,7 @@ def _check(model: nn.Module, specs: Sequence[ParamGroupSpec]) -> None:
         for part in spec.parts:
             check_local_tensors(part)
             if (waiting := next((param for param in part.params if param.local.is_meta), None)) is not None:
-                waiting.check_unchanged()
+                check_unchanged(waiting)
                 raise RuntimeError(
                     f"'{waiting.spec.name}' is still on the meta device: call model.to_empty(device=...) and "
                     "initialise the weights, or load them (load_state_dict(..., assign=True)), before the first forward"

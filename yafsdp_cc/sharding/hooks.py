@@ -1,4 +1,4 @@
-"""Hooks of sharded modules: the way from the call of a module to the engine, and back."""
+"""Where calls reach the engine: hooks around forwards of sharded modules, and the check before a backward."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch.autograd import forward_ad
 
-from yafsdp_cc.engine.autograd import copied_containers
 from yafsdp_cc.engine.param_group import OF_ENGINE
 from yafsdp_cc.engine.spec import spec_of
 from yafsdp_cc.engine.state import GROUP, STATE
 from yafsdp_cc.sharding.assembly import assemble, state_of
+from yafsdp_cc.sharding.containers import NO_CONTAINERS, returning_containers
 from yafsdp_cc.sharding.units import is_called
+from yafsdp_cc.tensor.refusals import refuse_inputs
 
 if TYPE_CHECKING:
-    from yafsdp_cc.engine.autograd import CopiedContainer
     from yafsdp_cc.engine.param_group import ParamGroup
     from yafsdp_cc.engine.state import FSDPState
 
@@ -56,6 +57,11 @@ def pre_forward_of(
             f"a transform of torch.func (grad, jvp, vmap, ...) around a sharded {type(called).__name__}: neither "
             "collectives nor buffers go through those. Use torch.autograd, or an unsharded model"
         )
+    if forward_ad._current_level >= 0 and torch.is_grad_enabled():
+        raise NotImplementedError(
+            f"forward-mode differentiation of a sharded {type(called).__name__} whose graph is recorded: tangents do "
+            "not go through it. Compute them under torch.no_grad(), or on an unsharded model"
+        )
     if _tracing_state() is not None or torch.compiler.is_exporting():
         raise NotImplementedError(
             f"torch.jit.trace, torch.export or torch.onnx.export of a sharded {type(called).__name__}: the graph would "
@@ -66,7 +72,7 @@ def pre_forward_of(
     if state is None or state.outdated:
         state = current_state(module)
     group: ParamGroup | None = module.__dict__.get(GROUP)
-    given = (args, *kwargs.values())  # ``kwargs`` itself is no container of the caller's
+    given = (*args, *kwargs.values())
     finish: Callable[[Any], Any]
     try:
         if group is None:
@@ -77,8 +83,9 @@ def pre_forward_of(
     except Exception:
         state.interrupted = True
         raise
-    copied = copied_containers(given, (args, *kwargs.values()))
-    return args, kwargs, partial(_finish_with_containers, copied, finish) if copied else finish
+    if all(isinstance(each, NO_CONTAINERS) for each in given):
+        return args, kwargs, finish
+    return args, kwargs, returning_containers(given, (*args, *kwargs.values()), finish)
 
 
 def install_hooks(module: nn.Module, part: nn.Module | None = None) -> list[Any]:
@@ -108,14 +115,6 @@ def install_hooks(module: nn.Module, part: nn.Module | None = None) -> list[Any]
         hooked.register_forward_pre_hook(_uncompiled(pre_forward, part is not None), prepend=True, with_kwargs=True),
         hooked.register_forward_hook(_uncompiled(post_forward, part is not None), always_call=True),
     ]
-
-
-def _finish_with_containers(copied: Sequence[CopiedContainer], finish: Callable[[Any], Any], output: Any) -> Any:
-    """Return ``finish(output)``; what the forward has put into containers of its arguments is output, too."""
-    output, written = finish((output, [each.written() for each in copied]))
-    for container, values in zip(copied, written, strict=True):
-        container.write_back(values)
-    return output
 
 
 def hook_parts(module: nn.Module) -> None:
@@ -177,3 +176,16 @@ def _uncompiled(hook: Callable[..., Any], traced: bool) -> Callable[..., Any]:
     setattr(call, OF_ENGINE, True)
     # module.compile() compiles hooks by themselves; ``skip`` excludes ``call`` and not the functions that it calls
     return call if traced else torch._dynamo.decorators.skip(call)
+
+
+def _run_backward(torch_s: Callable[..., Any], outputs: Sequence[torch.Tensor], *args: Any, **options: Any) -> Any:
+    """Do as torch's function behind ``backward`` and ``grad``; its fourth argument after ``outputs`` is ``inputs``."""
+    if args[3]:
+        refuse_inputs(outputs, args[3])
+    return torch_s(outputs, *args, **options)
+
+
+_autograd: Any = torch.autograd
+_autograd._engine_run_backward = _autograd.graph._engine_run_backward = partial(
+    _run_backward, _autograd.graph._engine_run_backward
+)

@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
+import torch.distributed as dist
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._prims_common import make_contiguous_strides_for
 from torch.autograd.function import once_differentiable
@@ -37,7 +38,7 @@ from yafsdp_cc.engine.layout import RowShardSpec, TensorParallel
 from yafsdp_cc.engine.param import owner_of
 from yafsdp_cc.engine.state import engine_of
 from yafsdp_cc.forms.subclasses import PLAIN, as_plain, check_plain, tensors_of
-from yafsdp_cc.ranks.mesh import all_groups, shard_group, to_mesh_device
+from yafsdp_cc.ranks.mesh import all_groups, all_reduce_over, shard_group, to_mesh_device
 from yafsdp_cc.tensor import reductions
 from yafsdp_cc.tensor.chunks import SavedInChunks
 from yafsdp_cc.tensor.gradients import own_part, plain_grad, reduced, reduction_of
@@ -614,14 +615,15 @@ def follow_optimizers() -> None:
     Before a step, an optimizer is refused whose parameters were replaced by sharded ones since it was made: its steps
     would change nothing, silently. Refused are also torch's Muon, and Adafactor of torch or Transformers, on sharded
     matrices, and optimizers of libraries that quantise blocks of state. State that was loaded as DTensors of rows, or
-    whole, is sharded like its parameter. Adam on half-precision parameters gets a warning.
+    whole, is sharded like its parameter. Adam on half-precision parameters gets a warning. LBFGS, which decides by the
+    loss, is given its mean over ranks.
     """
 
     seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
     begun: weakref.WeakKeyDictionary[Optimizer, dict[FlatParam, int]] = weakref.WeakKeyDictionary()
     """Versions of all shards before the steps under way, by optimizer."""
 
-    def before(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    def before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         kind: Any = type(optimizer)
         name, (refused, dims) = kind.__name__, refusal_of(kind)
         is_ours = any(base.__module__.startswith("yafsdp_cc.") for base in kind.__mro__)
@@ -644,6 +646,7 @@ def follow_optimizers() -> None:
             _shard_alike(optimizer)
         flats = [flat for engine in engines for flat in engine.flats]
         begun[optimizer] = {flat: flat.version for flat in flats}
+        return _with_mean_loss(optimizer, args, kwargs) if isinstance(optimizer, torch.optim.LBFGS) else None
 
     def after(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         versions, written = begun.pop(optimizer, {}), _written_by(optimizer)
@@ -661,14 +664,38 @@ def follow_optimizers() -> None:
     register_optimizer_step_post_hook(_uncompiled(after))
 
 
-def _uncompiled(hook: Callable[[Optimizer, Any, Any], None]) -> Callable[[Optimizer, Any, Any], None]:
-    """Return a hook on steps that stays out of compiled steps, and refuses those of sharded parameters."""
-    disabled: Callable[[Optimizer, Any, Any], None] = torch.compiler.disable(hook)
+def _with_mean_loss(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the arguments of a step with a closure that returns the mean of the ranks' losses.
 
-    def call(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    The gradients are those of the mean. With the loss of its own batch each rank would find another length of step, and
+    perhaps call the closure, which communicates, another number of times.
+    """
+    specs = specs_in([group["params"] for group in optimizer.param_groups])
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if not specs or closure is None:
+        return args, kwargs
+    mesh = max((spec.mesh for spec in specs), key=lambda mesh: mesh.size())
+
+    @functools.wraps(closure)
+    def mean() -> Any:
+        loss = closure()
+        total = torch.tensor(float(loss), dtype=torch.float64, device="cpu")
+        all_reduce_over(all_groups(mesh), total, dist.ReduceOp.SUM, mesh)
+        average = total.item() / mesh.size()
+        return torch.full_like(loss.detach(), average) if type(loss) is torch.Tensor else average
+
+    if "closure" in kwargs:
+        return args, kwargs | {"closure": mean}
+    return (args[0], mean, *args[2:]), kwargs
+
+
+def _uncompiled(hook: Callable[[Optimizer, Any, Any], Any]) -> Callable[[Optimizer, Any, Any], Any]:
+    """Return a hook on steps that stays out of compiled steps, and refuses those of sharded parameters."""
+    disabled: Callable[[Optimizer, Any, Any], Any] = torch.compiler.disable(hook)
+
+    def call(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         if get_eval_frame_callback() is None:
-            hook(optimizer, args, kwargs)
-            return
+            return hook(optimizer, args, kwargs)
         every = (parameter for group in optimizer.param_groups for parameter in group["params"])
         sharded = next((parameter for parameter in every if isinstance(parameter, FlatDTensor)), None)
         if sharded is not None:
@@ -677,9 +704,9 @@ def _uncompiled(hook: Callable[[Optimizer, Any, Any], None]) -> Callable[[Optimi
                 "compiles no operations on flat ranges. Leave the step uncompiled: foreach=True and fused=True take "
                 "few kernels"
             )
-        disabled(optimizer, args, kwargs)
+        return disabled(optimizer, args, kwargs)
 
-    return cast("Callable[[Optimizer, Any, Any], None]", torch._dynamo.decorators.skip(call))
+    return cast("Callable[[Optimizer, Any, Any], Any]", torch._dynamo.decorators.skip(call))
 
 
 def _written_by(optimizer: Optimizer) -> dict[FlatParam, FSDPState]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, ItemsView, Iterator, ValuesView
 from itertools import chain
 from operator import is_
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -21,6 +21,7 @@ from yafsdp_cc.tensor.shown import CastWhenUsed, is_unsharded
 from yafsdp_cc.tensor.unwritten import check_written
 
 if TYPE_CHECKING:
+    from yafsdp_cc.engine.param import FSDPParam
     from yafsdp_cc.engine.state import FSDPState
 
 
@@ -117,16 +118,31 @@ class ModelContents:
         contents = self._contents()
         is_known = len(contents) == len(self._seen) and all(map(is_, contents, self._seen))
         is_frozen = not any(each.requires_grad for each in self._frozen)
-        if self._registries and is_known and is_frozen and all(param.lies_in_shard for param in self._params):
+        if self._registries and is_known and is_frozen and all(map(_lies_in_shard, self._params)):
             return
         for param in self._params:
-            param.check_unchanged()
+            check_unchanged(param)
         self._frozen = _added_parameters(self._model, self._ignored)
         self._registries = [each for module in self._model.modules() for each in (module._modules, module._parameters)]
         self._seen = self._contents()
 
     def _contents(self) -> list[object]:
         return list(chain.from_iterable(map(dict.values, self._registries)))
+
+
+def _lies_in_shard(param: FSDPParam) -> bool:
+    """Return whether the parameter that users see is still this rank's range of the shard."""
+    return cast("FlatDTensor", param.parameter)._local_tensor is param.local
+
+
+def check_unchanged(param: FSDPParam) -> None:
+    """Raise a ``RuntimeError`` if modules hold another parameter in place of this one, or it has left the shard."""
+    if not param.is_held or not _lies_in_shard(param):
+        raise RuntimeError(
+            f"'{param.spec.name}' was replaced or converted after shard(), or this call is inside whole_parameters: "
+            "the engine would go on with old values. Tie, convert and assign parameters before shard(), change their "
+            "values in place afterwards, call the model outside (torch.func.functional_call is not supported)"
+        )
 
 
 def _added_parameters(model: torch.nn.Module, ignored: Collection[torch.nn.Parameter]) -> list[torch.nn.Parameter]:

@@ -179,7 +179,8 @@ class LazyReduction(DTensor):
                     "reading a sum, mean, norm or extreme of sharded tensors is a collective, which failed: has a part "
                     f"of the ranks read it (if rank == 0)? Call .item() on all of them\n{error}"
                 ) from error
-            self._value = cast("torch.Tensor", self._partials.reduced).to(self.dtype)
+            # a copy: the other tensors of these partials do not see what is written to this one
+            self._value = cast("torch.Tensor", self._partials.reduced).to(self.dtype, copy=True)
         return self._value
 
     @classmethod
@@ -187,6 +188,9 @@ class LazyReduction(DTensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is aten.detach.default and torch.is_inference_mode_enabled() and not args[0].is_inference():
+            with torch.inference_mode(False):  # torch gives what a normal tensor is detached to a version
+                return cls.__torch_dispatch__(func, types, args, kwargs)
         lazy = _kept_lazy(func, args, kwargs)
         if lazy is not None:
             return lazy
@@ -204,8 +208,16 @@ class LazyReduction(DTensor):
         return self.value().clone()
 
     def to_local(self, **_: Any) -> torch.Tensor:
-        """Return the same as ``full_tensor``: every rank has the whole value."""
-        return self.full_tensor()
+        """Return the value itself, which every rank has whole: checkpoints of optimizer state are loaded into it."""
+        return self.value()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Return the value as an array, as loggers ask for it. A collective at first use of the value."""
+        return self.value().numpy(force=force)
+
+    def tolist(self) -> Any:
+        """Return the value as a number or as lists of numbers. A collective at first use of the value."""
+        return self.value().tolist()
 
     def redistribute(self, *_: Any, **__: Any) -> DTensor:
         """Return a plain replicated DTensor of the value."""

@@ -1,17 +1,19 @@
-"""Refuses, or warns of, operations and optimizers that sharded tensors do not suit, with what to type instead."""
+"""Refuses, or warns of, what sharded tensors do not suit, operations and optimizers, with what to type instead."""
 
 from __future__ import annotations
 
 import functools
 import logging
 import traceback
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from yafsdp_cc.engine.autograd import GateGradFlow, Narrow
 from yafsdp_cc.engine.param import owner_of
-from yafsdp_cc.engine.state import engine_of
-from yafsdp_cc.tensor.shown import LEFT_OVER, SHARDED_AS, UNSHARDED_OF
+from yafsdp_cc.engine.state import IterationState, engine_of
+from yafsdp_cc.tensor.shown import COPY_OF, LEFT_OVER, SHARDED_AS, UNSHARDED_OF
 
 if TYPE_CHECKING:
     from torch.optim.optimizer import Optimizer
@@ -114,6 +116,7 @@ LOSES_STEPS = {
     "model.parameters()",
     SHARDED_AS: "was made before '{}' was sharded and holds the whole parameter, which is gone: make the optimizer "
     "after shard(), from model.parameters()",
+    COPY_OF: "was made inside whole_parameters and holds a copy of '{}': make it outside, from model.parameters()",
     UNSHARDED_OF: "was made while parameters() showed '{}' unsharded, after unshard() or a forward: call "
     "model.reshard() before it is made, or make it before",
 }
@@ -147,3 +150,45 @@ def warn_of_rounding(optimizer: Optimizer) -> None:
                     parameter.dtype,
                 )
             return
+
+
+def _params_behind(node: Any) -> Sequence[FSDPParam]:
+    """Return the parameters whose gradients a node of autograd's graph hands to the engine."""
+    function = getattr(node, "_forward_cls", None)
+    if function is Narrow:
+        return (node.param,)
+    if function is GateGradFlow and isinstance(node.gated, IterationState):
+        return node.gated.trained
+    return ()
+
+
+def refuse_inputs(outputs: Iterable[torch.Tensor], inputs: Iterable[Any]) -> None:
+    """Refuse a backward for the gradients of ``inputs`` alone if a forward has gathered one of them for ``outputs``.
+
+    The graph has the gathered weight in place of the sharded parameter: without this check the parameter's gradient
+    would be None, or that of a penalty alone.
+
+    Raises:
+        RuntimeError: as said.
+    """
+    specs = [spec for each in inputs if (spec := getattr(each, "shard_spec", None)) is not None]
+    if not specs:
+        return
+    nodes = {output.grad_fn for output in outputs}
+    waiting = list(nodes)
+    while waiting:
+        node: Any = waiting.pop()
+        if node is None:
+            continue
+        gathered = next((param.spec for param in _params_behind(node) if param.spec in specs), None)
+        if gathered is not None:
+            raise RuntimeError(
+                f"the gradient of {gathered} was asked for by autograd.grad or backward(inputs=...), and would "
+                "be None: the graph leads to its gathered weight. Call backward() without inputs, and read .grad; "
+                "call requires_grad_(False) before the forward on parameters that are to get none. For the gradient of "
+                "one weight on this rank's batch, let the forward keep the weight, an attribute of its module there, "
+                "and pass that to autograd.grad"
+            )
+        found = {following for following, _ in node.next_functions} - nodes
+        nodes |= found
+        waiting += found

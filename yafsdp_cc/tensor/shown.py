@@ -23,6 +23,9 @@ SHARDED_AS = "_yafsdp_cc_sharded_as"
 LEFT_OVER = "_yafsdp_cc_left_over"
 """Attribute of a sharded parameter in whose place ``unshard_model`` has put a plain one: its own ``ShardSpec``."""
 
+COPY_OF = "_yafsdp_cc_copy_of"
+"""Attribute of a whole parameter that ``whole_parameters`` has shown: the sharded one's ``ShardSpec``."""
+
 
 class ReplacedParameter(torch.nn.Parameter):
     """A parameter that was replaced by a sharded one, as lists of ``parameters()`` from before still have it.
@@ -126,7 +129,7 @@ class CastWhenUsed(DTensor):
         with torch._C.DisableTorchFunctionSubclass():
             if func in _LOOKS:
                 return func(*args, **kwargs)
-        is_attribute = getattr(func, "__name__", "") in ("__get__", "__set__")
+        is_attribute = getattr(func, "__name__", "") in ("__get__", "__set__", "requires_grad_")
         args, kwargs = tree_map_only(cls, cls._sharded if is_attribute else cls._cast, (args, kwargs))
         return func(*args, **kwargs)
 

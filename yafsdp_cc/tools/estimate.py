@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from importlib import import_module
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 from unittest import mock
 
 import torch
@@ -32,6 +32,8 @@ from yafsdp_cc.sharding.units import find_units
 from yafsdp_cc.tools.fake_ranks import MetaDevice, fake_ranks
 from yafsdp_cc.tools.step_time import Work
 
+P = ParamSpec("P")
+T = TypeVar("T")
 CPU = torch.device("cpu")
 
 
@@ -161,9 +163,23 @@ def subject_of(name: str, batch: int, sequence: int) -> Subject:
         from yafsdp_cc.tools.demo.train import loss_of
 
         return Subject(GPT, lambda model: loss_of(model, _tokens(VOCABULARY, batch, sequence + 1)))
-    if ":" in name:
-        return _from_factory(name)
-    return _from_config(name, batch, sequence)
+    build, loss = _from_factory(name) if ":" in name else _from_config(name, batch, sequence)
+    its_loss = f"the loss of {name!r}" if ":" in name else f"{name!r} on {batch} x {sequence} tokens"
+    return Subject(_told(f"building {name!r}", build), None if loss is None else _told(its_loss, loss))
+
+
+def _told(what: str, function: Callable[P, T]) -> Callable[P, T]:
+    """Return ``function`` with any error turned into a ``ValueError`` that tells ``what`` raised it, and where."""
+
+    def called(*args: P.args, **named: P.kwargs) -> T:
+        try:
+            return function(*args, **named)
+        except Exception as error:
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            text = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            raise ValueError(f"{what} raised {text} ({where.filename}:{where.lineno})") from error
+
+    return called
 
 
 def _from_factory(name: str) -> Subject:
@@ -200,10 +216,13 @@ def _from_config(name: str, batch: int, sequence: int) -> Subject:
     path = Path(name)
     file = path / "config.json" if path.is_dir() else path
     if file.is_file():
-        settings = json.loads(file.read_text())
-        if "model_type" not in settings:
+        try:
+            settings = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{file} cannot be read as a Hugging Face config, which is JSON: {error}") from error
+        if not isinstance(settings, dict) or "model_type" not in settings:
             raise ValueError(f"{file} has no 'model_type', which a Hugging Face config has")
-        config = transformers.AutoConfig.for_model(**settings)
+        config = _told(f"reading {file}", transformers.AutoConfig.for_model)(**settings)
     elif name in transformers.CONFIG_MAPPING:
         config = transformers.AutoConfig.for_model(name)
     else:
@@ -345,6 +364,8 @@ def _run(
     handle = blocks[-1].register_forward_hook(watch) if blocks else nullcontext()
     with flops, tracker, handle, _count_repeated(blocks, flops) as repeated:
         loss = loss_of(model)
+        if not (isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad):
+            raise ValueError("the function of the model returns no loss: return one number that depends on its weights")
         forward = _by_name(flops, model)
         for parameter in model.parameters():
             if parameter.requires_grad:

@@ -144,7 +144,7 @@ def events_of(plan: Plan, work: Mapping[str, Work]) -> list[Event]:
         before.append(owners.get((unit.role, unit.buffer)))
         owners[unit.role, unit.buffer] = index
     computed: dict[int | None, int | None] = {}
-    gathered = [add("all_gather", units[0].name, traffic[0].gather_forward)]
+    gathered = [add("all_gather", units[0].name, traffic[0].gather_forward)] if units else []
     for index, unit in enumerate(units):
         if index + 1 < len(units):  # the next unit's weights are prefetched
             freed = computed.get(before[index + 1])

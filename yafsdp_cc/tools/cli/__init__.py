@@ -26,6 +26,7 @@ MODULES = {"try": "try_"}
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; return its exit status."""
+    _open_what_is_closed()
     name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if name in ("-h", "--help"):
         commands = "\n".join(f"  {name:<8} {summary}" for name, summary in COMMANDS.items())
@@ -42,6 +43,15 @@ def main(argv: list[str] | None = None) -> int:
         print(f"yafsdp-cc: no command {name!r}; {hint}", file=sys.stderr)
         return 2
     return interruptible(lambda: importlib.import_module(f"yafsdp_cc.tools.cli.{MODULES.get(name, name)}").main(rest))
+
+
+def _open_what_is_closed() -> None:
+    """Open the standard streams that are closed, on nothing: else other files get their descriptors, and their text."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+    sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115  # as long as this process is there
+    sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
 
 
 def interruptible(command: Callable[[], int]) -> int:

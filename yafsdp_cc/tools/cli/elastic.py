@@ -30,7 +30,7 @@ from typing import NamedTuple, NoReturn, TypeVar
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import DistError
 from torch.distributed import run as torchrun
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
+from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -52,6 +52,7 @@ from torch.distributed.launcher.api import LaunchConfig
 
 from yafsdp_cc.rescue.memory import RunMemory
 from yafsdp_cc.tools.cli.logs import RankLogs, UnwritableError
+from yafsdp_cc.tools.cli.runner import NOTICES
 
 T = TypeVar("T")
 ALONE = "localhost:0"
@@ -144,7 +145,20 @@ def _is_here(endpoint: str) -> bool:
 
 def _launch(job: _Job, launch: Callable[[], object], parser: argparse.ArgumentParser) -> int:
     class Agent(LocalElasticAgent):
-        """torch's agent, which also reports failures before restarts; torch's own reports only the last ones."""
+        """torch's agent, which passes notices on to the ranks, and reports the failures before each restart."""
+
+        def run(self, role: str = DEFAULT_ROLE) -> RunResult:
+            for each in NOTICES:
+                if signal.getsignal(each) is signal.SIG_DFL:
+                    signal.signal(each, self._pass_on)
+            result: RunResult = super().run(role)
+            return result
+
+        def _pass_on(self, number: int, _frame: FrameType | None) -> None:
+            """Send the ranks a signal that would end this process."""
+            for pid in self._pcontext.pids().values() if self._pcontext is not None else ():
+                with suppress(ProcessLookupError):
+                    os.kill(pid, number)
 
         def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
             result: RunResult = super()._monitor_workers(worker_group)

@@ -174,6 +174,8 @@ def _check(flags: argparse.ArgumentParser, asked: argparse.Namespace) -> None:
         flags.error("--tokens needs a step's time: name --gpu, or --rate and --link")
     if ":" in asked.model and (asked.batch or asked.sequence):
         flags.error(f"the loss of {asked.model} has a batch of its own: leave --batch and --sequence out")
+    if asked.json is not None and (asked.json.is_dir() or not asked.json.absolute().parent.is_dir()):
+        flags.error(f"--json {asked.json}: name a file in a folder that is there")
     asked.batch, asked.sequence = asked.batch or BATCH, asked.sequence or SEQUENCE
 
 

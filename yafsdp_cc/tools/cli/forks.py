@@ -94,6 +94,8 @@ def _be_rank(environment: dict[str, str], arguments: list[str], outputs: list[in
     status = 1
     try:
         os.setsid()
+        for notice in runner.NOTICES:  # the process that was forked ignores them
+            signal.signal(notice, signal.SIG_DFL)
         begins.send_bytes(b"begun")
         begins.close()
         for number, descriptor in enumerate(outputs, start=1):

@@ -9,7 +9,7 @@ import argparse
 import logging
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(ours.prog, USAGE, ABOUT, parents=parents, conflict_handler="resolve")
     if "PET_MASTER_PORT" not in os.environ:
         parser.set_defaults(master_port=None)  # torch before 2.13 has 29500, as if that had been asked for
-    options = _by_precedence(parser, argv, _settings(parser, parser.parse_args(argv)), _from_slurm(parser))
+    options = _by_precedence(parser, argv, _settings(parser, parser.parse_args(argv)))
     forks.install(is_forking=options.start_method != "spawn")
     ranks = _check(parser, options, torchrun.determine_local_world_size)
     # divide the cores among the ranks; torchrun gives each rank one thread, and warns
@@ -55,7 +55,8 @@ def main(argv: list[str]) -> int:
         for name in REPEATED_BY_US:
             logging.getLogger(name).setLevel(logging.CRITICAL)
     script = options.training_script
-    options.name = name = options.name or (script.rpartition(".")[2] if options.module else Path(script).stem)
+    named_by = script.rpartition(".")[2] if options.module else Path(os.path.abspath(script)).stem
+    options.name = name = options.name or named_by
     folder = Path(options.log_dir or Path("runs", name, "logs"))
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -98,9 +99,7 @@ def _settings(parser: argparse.ArgumentParser, given: argparse.Namespace) -> Set
     return settings
 
 
-def _by_precedence(
-    parser: argparse.ArgumentParser, argv: list[str], settings: Settings, slurm: Mapping[str, Any]
-) -> argparse.Namespace:
+def _by_precedence(parser: argparse.ArgumentParser, argv: list[str], settings: Settings) -> argparse.Namespace:
     """Return torchrun's options, from the command line, else the environment, else the run file, else the defaults."""
     launch = {name.partition(".")[2]: one for name, one in settings.items() if name.startswith("launch.")}
     for option, one in launch.items():
@@ -110,7 +109,7 @@ def _by_precedence(
     options = parser.parse_args(argv)
     if options.standalone or options.rdzv_endpoint or options.rdzv_backend != "static":
         return options  # these options already say how nodes meet
-    for option, value in slurm.items():
+    for option, value in _from_slurm(parser).items():
         is_asked = option in launch and launch[option].source in (SET, "--set")
         if not is_asked and f"PET_{option.upper()}" not in os.environ:
             parser.set_defaults(**{option: value})
@@ -139,8 +138,10 @@ def _from_slurm(parser: argparse.ArgumentParser) -> dict[str, Any]:
 
 def _check(parser: argparse.ArgumentParser, options: argparse.Namespace, ranks_of: Callable[[str], int]) -> int:
     """Report errors once that every rank would report by a traceback; return the number of ranks on this node."""
-    if not (options.module or options.no_python) and not Path(options.training_script).is_file():
-        parser.error(f"no such script: {options.training_script}")
+    script = Path(options.training_script)
+    if not (options.module or options.no_python or script.is_file() or (script / "__main__.py").is_file()):
+        why = ", a folder without __main__.py" if script.is_dir() else ""
+        parser.error(f"no such script: {options.training_script}{why}")
     try:
         ranks = ranks_of(options.nproc_per_node)
     except ValueError as error:

@@ -55,7 +55,7 @@ class RankLogs(DefaultLogsSpecs):
             try:
                 log = os.open(self.path(rank), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
                 _lock(log, self.path(rank))
-                _write(log, head.encode())
+                _write(log, os.fsencode(head))
             except OSError as error:
                 why = f"{self.path(rank)} cannot be written, {error.strerror}: name another folder, --log-dir=DIR"
                 raise UnwritableError(why) from error
@@ -80,8 +80,8 @@ class RankLogs(DefaultLogsSpecs):
 
     def append(self, rank: int, text: str) -> None:
         """Add to the log of a rank that has ended."""
-        with suppress(OSError), self.path(rank).open("a") as file:  # a full disk was reported already
-            file.write(text)
+        with suppress(OSError), self.path(rank).open("ab") as file:  # a full disk was reported already
+            file.write(text.encode(errors="backslashreplace"))
 
     def last_lines(self, rank: int) -> list[str]:
         """Return the last lines that a rank has printed in this attempt; none for ranks on the console.

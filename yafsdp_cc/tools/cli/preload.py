@@ -7,6 +7,7 @@ asks for no GPU: a fork of it is as good as a new process.
 from __future__ import annotations
 
 import os
+import signal
 
 import torch._dynamo  # noqa: F401  # the first step of any optimizer imports it
 
@@ -14,9 +15,11 @@ import yafsdp_cc.api
 import yafsdp_cc.checkpoint.load
 import yafsdp_cc.checkpoint.save
 import yafsdp_cc.rescue.rescue
-import yafsdp_cc.tools.cli.runner
 import yafsdp_cc.tools.metrics  # noqa: F401
+from yafsdp_cc.tools.cli import runner
 from yafsdp_cc.tools.netlab import namespaces
 
+for notice in runner.NOTICES:  # a batch system sends them to all processes of a job
+    signal.signal(notice, signal.SIG_IGN)
 os.setsid()  # leave the terminal's process group: its Ctrl-C is for the launcher and the ranks
 namespaces.die_with(os.getppid())

@@ -45,7 +45,7 @@ def main(argv: list[str]) -> int:
         if lacking := lacking or ("" if torch.cuda.is_available() else "there is no GPU here, and it records one"):
             print(f"{parser.prog}: not run: {lacking}. --tool kineto needs neither", file=sys.stderr)
             return 1
-    folder.mkdir(parents=True, exist_ok=True)
+    make_output(parser, asked.output)
     # old traces, perhaps of more ranks: a report of the folder would mix them with the new ones
     for trace in _traces(folder):
         trace.unlink(missing_ok=True)
@@ -58,6 +58,14 @@ def main(argv: list[str]) -> int:
     else:
         print(f"{parser.prog}: nothing was recorded", file=sys.stderr)
     return status or int(not written)
+
+
+def make_output(parser: argparse.ArgumentParser, folder: Path) -> None:
+    """Make the folder of ``--output``, or end the command with the reason."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--output {folder}: this folder cannot be made, {error.strerror}: name another")
 
 
 def _traces(folder: Path) -> list[Path]:

@@ -7,6 +7,7 @@ error file, for the launcher to print. Ctrl-C exits silently with status 130. An
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import json
 import os
@@ -25,6 +26,8 @@ from yafsdp_cc.tools.netlab import namespaces
 from yafsdp_cc.tools.netlab.links import VARIABLE, Links
 
 INTERRUPTED = 130
+NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
+"""Signals by which batch systems announce that a job will end, for the script to save what it has."""
 OUR_FRAMES = {__file__, runpy.__file__, "<frozen runpy>"}
 
 
@@ -54,15 +57,11 @@ def _join_lab() -> None:
 
 
 def _run_and_record(argv: list[str]) -> None:
+    # Registered first, this runs behind the threads and exit functions of the script, which may still use its groups.
+    atexit.register(_end_process_groups)
     try:
         _run(argv)
         _warn_of_unused_settings()
-        # a gloo group that is open at the interpreter's exit aborts the process about every other time
-        dist = sys.modules.get("torch.distributed")
-        if dist is not None and dist.is_initialized():
-            for module, wait in (("checkpoint.save", "wait_for_saves"), ("rescue.rescue", "wait_for_snapshots")):
-                getattr(sys.modules.get(f"yafsdp_cc.{module}"), wait, bool)()  # threads that save use the group
-            dist.destroy_process_group()
     except SystemExit as leave:
         status = leave.code & 0xFF if isinstance(leave.code, int) else int(leave.code is not None)
         if status:
@@ -77,6 +76,13 @@ def _run_and_record(argv: list[str]) -> None:
             frames = frames.tb_next  # the traceback begins at the user's first frame
         _record(error, "".join(traceback.format_exception(type(error), error, frames)), 1)
         sys.exit(1)
+
+
+def _end_process_groups() -> None:
+    """End the groups: one of gloo that is open at the interpreter's exit aborts the process about every other time."""
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _warn_of_unused_settings() -> None:
@@ -123,13 +129,15 @@ def _run_program(argv: list[str]) -> None:
         return
     sys.argv = argv
     if not getattr(sys.flags, "safe_path", False):
-        sys.path[0] = os.path.dirname(os.path.abspath(argv[0]))  # as ``python script.py`` sets it
+        # as ``python script.py`` and ``python folder`` set it
+        sys.path[0] = argv[0] if os.path.isdir(argv[0]) else os.path.dirname(os.path.abspath(argv[0]))
     runpy.run_path(argv[0], run_name="__main__")
 
 
 def _record(error: BaseException, story: str, exit_code: int) -> None:
     """Write the error file in torch's format, with a time that tells the first failure from its consequences."""
     faulthandler.unregister(signal.SIGTERM)
+    atexit.unregister(_end_process_groups)  # other ranks may never come to what the groups wait for
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path is None:
         print(story, end="", file=sys.stderr)

@@ -23,7 +23,7 @@ from typing import Any
 
 from yafsdp_cc.table import table
 from yafsdp_cc.tools.cli.demo import positive
-from yafsdp_cc.tools.cli.profile import own_flags
+from yafsdp_cc.tools.cli.profile import make_output, own_flags
 from yafsdp_cc.tools.report.overlap import measure
 from yafsdp_cc.tools.report.trace import read, read_events
 
@@ -113,6 +113,7 @@ def main(argv: list[str]) -> int:
         parser.error(f"no setting {unknown[0]!r}: there are {', '.join(SETTINGS)}")
     if not asked.minutes > 0 or not asked.within >= 0:
         parser.error("--minutes must be more than 0, and --within at least 0")
+    make_output(parser, asked.output)
     trials = _Trials(asked, script)
     # the run of ``exact`` comes first: it tells which functions the script calls
     rows = trials.all_rounds(["exact", *(name for name in names if name != "exact")])
@@ -229,7 +230,8 @@ class _Trials:
             self._hopeless = self._hopeless if self._known else reason
             return reason
         if status or not ranks:
-            return [f"exit status {status}", *(folder / "launch.log").read_text().split("\n")][-2].strip()
+            printed = (folder / "launch.log").read_text(encoding="utf-8", errors="replace")
+            return [f"exit status {status}", *printed.split("\n")][-2].strip()
         first = ranks[0]
         if first["ranks"] == 1:
             self._hopeless = "one rank sends nothing: start several, --nproc-per-node=2"

@@ -15,6 +15,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Hashable, Iterable
 from contextlib import closing
+from math import inf
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -100,6 +101,8 @@ def _read(path: Path) -> Trace:
     start = min(each.start for each in steps or launches)
     # activities count, too: a GPU ends its part of a step later than the host
     end = max(each.end for some in (steps, launches) for each in some)
+    if not 0 < end - start < inf:
+        raise UnreadableError(f"{path}: its events take {end - start} us in all: record it with yafsdp-cc profile")
     found = sorted(each for each in _labelled(launches, ranges) if each.end > start)
     updates = [each.name for each in ranges if each.name.startswith(_UPDATES)]
     # Count steps by their ranges and by updates of one optimizer, and take the smaller number: a step that the script's
