@@ -1,6 +1,7 @@
 """A default device of torch is the user's, and moves nothing that the engine, codecs, optimizers and checkpoints make.
 
-With "meta" as the default, whatever a factory without a device makes has no values, and fails where it meets others.
+With "meta" as the default, whatever a factory without a device makes has no values, and fails where it meets others. A
+default dtype is the user's, too.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import yafsdp_cc
 from tests.models import WIDTH, Mlp
-from tests.ranks import on_ranks
+from tests.ranks import on_ranks, ranks
 from tests.soak import also
+from tests.twins import inputs, mine, seeded, square, whole
 from yafsdp_cc.optim import OneBitAdam, OneBitLamb, OneBitSGD, ZeroOneAdam
 
 PACKAGE = Path(yafsdp_cc.__file__).parent
@@ -37,6 +39,41 @@ def test_every_factory_names_its_device() -> None:
             if (name in FACTORIES and not named) or (name == "Generator" and not (named or node.args)):
                 without.append(f"{file.relative_to(PACKAGE)}:{node.lineno}: {ast.unparse(node)}")
     assert not without, without
+
+
+FLOATS = {"zeros", "ones", "empty", "full", "randn", "rand", "linspace", "eye"}
+"""Factories whose results have the default dtype where none is named."""
+
+
+def test_every_factory_of_floats_names_its_dtype() -> None:
+    without = []
+    for file in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if not isinstance(node, ast.Call) or ast.unparse(node.func) not in {f"torch.{name}" for name in FLOATS}:
+                continue
+            if not any(keyword.arg == "dtype" for keyword in node.keywords):
+                without.append(f"{file.relative_to(PACKAGE)}:{node.lineno}: {ast.unparse(node)}")
+    assert not without, without
+
+
+@pytest.mark.parametrize("compression", [None, "int8", "topk2bit", "powersgd"])
+@ranks(2)
+def test_a_default_dtype_changes_nothing(compression: str | None) -> None:
+    def weights(dtype: torch.dtype) -> list[torch.Tensor]:
+        plain, batches = seeded(Mlp), [mine(inputs(step=step)) for step in range(3)]
+        torch.set_default_dtype(dtype)
+        try:
+            model = yafsdp_cc.shard(plain, compression=compression)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for x in batches:
+                square(model, x).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            return [whole(parameter.detach()) for parameter in model.parameters()]
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+    assert all(map(torch.equal, weights(torch.float32), weights(torch.float64)))
 
 
 def trains(how: str, settings: dict[str, Any], make: Any, folder: Path) -> None:

@@ -197,7 +197,7 @@ class DryPlanner(SafePlanner):
     """Reads all planned entries and stores only those that are no tensors, to find damage before any change."""
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        return torch.empty(read_item.lengths, device="meta")
+        return torch.empty(read_item.lengths, dtype=torch.float32, device="meta")
 
 
 class UntrustedError(pickle.UnpicklingError):

@@ -110,7 +110,7 @@ def seconds_per_element(codec: Codec, gradients: Tensor, residual_dtype: torch.d
     residual = None
     if residual_dtype is not None:
         residual = Residual.zeros(peers, chunk, residual_dtype, codec.block, device)
-    total = torch.zeros(chunk, device=device)
+    total = torch.zeros(chunk, dtype=torch.float32, device=device)
     encode = partial(error_feedback.encode, codec, gradients, messages, residual=residual)
     decode_sum = partial(error_feedback.decode_sum, codec, messages, chunk, gradients[0], 0, total)
     # the best time counts: other work of the machine can only slow a sum down

@@ -273,7 +273,8 @@ def stream_of(device: torch.device) -> int:
 def lost_share(codec: str, block: int) -> float:
     """Return the share of the squares of normal noise that a message loses: 0.36 by onebit, 0.016 by int4."""
     made = codec_of(codec, block)
-    values = torch.randn(1, 64 * block, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
+    noise = torch.Generator("cpu").manual_seed(0)
+    values = torch.randn(1, 64 * block, generator=noise, dtype=torch.float32, device="cpu")
     message = torch.zeros(1, made.message_bytes(values.shape[1]), dtype=torch.uint8, device="cpu")
     made.encode(values, None, message)
     decoded = torch.empty_like(values)

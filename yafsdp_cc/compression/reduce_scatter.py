@@ -334,7 +334,7 @@ class CompressedSum(Collective):
 @cache
 def _inverse(share: float, device: torch.device) -> Tensor:
     """Return 1 / share, 0-d on the device: a Python number would become a new tensor in every division."""
-    return torch.full((), 1 / share, device=device)
+    return torch.full((), 1 / share, dtype=torch.float32, device=device)
 
 
 class CompressedReduceScatter(CompressedSum, ReduceScatter):

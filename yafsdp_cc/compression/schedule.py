@@ -389,6 +389,8 @@ class LocalClip:
     def load_state(self, state: Mapping[str, float] | None, device: torch.device) -> None:
         """Load what ``state`` returned."""
         self.is_blind = state is None
-        self._shares = {name: torch.full((), share, device=device) for name, share in (state or {}).items()}
+        self._shares = {
+            name: torch.full((), share, dtype=torch.float32, device=device) for name, share in (state or {}).items()
+        }
         for norm in self._norms.values():
             norm.zero_()

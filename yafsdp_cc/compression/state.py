@@ -160,12 +160,13 @@ def _estimate_units(state: FSDPState, compressed: CompressedSum) -> float:
 
 def local_residuals(state: FSDPState) -> dict[str, Any]:
     """Return this rank's residuals unchanged as plain data, with the values that tell whether they fit on loading."""
+    nothing = torch.zeros(0, dtype=torch.float32, device="cpu")
     return {
         flat.name: {
             "fits": _form(state, flat, compressed),
             "values": compressed.residual.values.cpu(),
             "scales": compressed.residual.scales.cpu(),
-            "owed": torch.zeros(0, device="cpu") if (waiting := compressed.not_in_residual) is None else waiting.cpu(),
+            "owed": nothing if (waiting := compressed.not_in_residual) is None else waiting.cpu(),
             "loss_scale": compressed.schedule.loss_scale,
             **({} if compressed.estimate is None else {"estimate": compressed.estimate.cpu()}),
             **({} if (low := compressed.factors) is None else {"lowrank": (low.factors.cpu(), low.sends_right)}),

@@ -194,7 +194,7 @@ def hook_outputs(
             tensor = tensor.clone()
         tensor = tensor if dtype is None else convert(tensor, dtype)
         if hook is not None and tensor.grad_fn is not None:  # hooks on a leaf, which no forward makes, would stay on it
-            if tensor.grad_fn._sequence_nr() < newest:
+            if tensor.grad_fn._sequence_nr() < newest and tensor.layout is torch.strided:
                 tensor = tensor.view_as(tensor)
             tensor.register_hook(hook)
             viewed = tensor._base

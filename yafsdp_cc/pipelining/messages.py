@@ -248,7 +248,8 @@ def _factors(message: Tensor, rows: int, rank: int) -> tuple[Tensor, Tensor]:
 def relative_error(codec: str, block: int, rounding: Rounding) -> float:
     """Return c = ‖x − Q(x)‖ / ‖x‖ of normal numbers x: 0.18 of int4 with stochastic rounding, 0.13 to nearest."""
     made = codec_of(codec, block)
-    values = torch.randn(1, 65_536, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
+    noise = torch.Generator("cpu").manual_seed(0)
+    values = torch.randn(1, 65_536, generator=noise, dtype=torch.float32, device="cpu")
     message = torch.empty(made.message_bytes(values.shape[1]), dtype=torch.uint8, device="cpu")
     encoding = Encoded(made, rounding=rounding)
     encoding.encode(values, message, SenderState(error_feedback=False), seed=0)

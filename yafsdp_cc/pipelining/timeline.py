@@ -131,7 +131,7 @@ def measure_reduces(
         dtype: dtype of gradients that are sent exactly.
     """
     made, group = codec_of(codec), mesh.get_group()
-    device = torch.zeros(0, device=mesh.device_type).device
+    device = torch.zeros(0, dtype=torch.float32, device=mesh.device_type).device
     comm = Communicator(group, device)
     if comm.world == 1:
         return ReduceSeconds(0.0, 0.0)

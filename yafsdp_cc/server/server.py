@@ -274,14 +274,16 @@ class ParameterServer:
                 self._changed.notify_all()
                 # gloo breaks all connections of a group when a wait times out, which frees threads that still wait
                 with suppress(RuntimeError):
-                    work: Any = dist.irecv(torch.empty(1, device="cpu"), self._peers[0], self._group, tag=NOTHING)
+                    nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
+                    work: Any = dist.irecv(nothing, self._peers[0], self._group, tag=NOTHING)
                     work.wait(timedelta(milliseconds=1))
         return RuntimeError(f"parameter server: {self._failure}")
 
     # The server: in the threads of peers, and in the worker's own for its own shard ----------------------------------
 
     def _serve(self, peer: int) -> None:
-        request, message = torch.full((1,), PULL, device="cpu"), torch.empty_like(self._messages[0])
+        request = torch.full((1,), PULL, dtype=torch.int64, device="cpu")
+        message = torch.empty_like(self._messages[0])
         try:  # exceptions are noted by ``_error``: the worker's own thread raises them at its next request
             while request != CLOSE:
                 self._wait([self._start(dist.irecv, request, peer, REQUEST)], _FOREVER)

@@ -229,7 +229,7 @@ def _make_context(
         if replicas is None:
             fingerprints[info.shard_group] = fingerprint
     # A backward reaches this leaf, the input of the root gates, if and only if it wants the parameters' gradients.
-    leaf = torch.empty(0, device=device, requires_grad=True)
+    leaf = torch.empty(0, dtype=torch.float32, device=device, requires_grad=True)
     contexts = {
         mesh: (
             CommContext(gather, gather_scratch, fingerprint.record),

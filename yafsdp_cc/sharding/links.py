@@ -46,7 +46,7 @@ def probe_links(group: dist.ProcessGroup, other: dist.ProcessGroup) -> None:
 def _is_fast(group: dist.ProcessGroup) -> bool:
     rank, world = group.rank(), group.size()
     sent = torch.zeros(PROBE_BYTES, dtype=torch.uint8, device="cpu")
-    received, seconds = torch.empty_like(sent), torch.zeros(1, device="cpu")
+    received, seconds = torch.empty_like(sent), torch.zeros(1, dtype=torch.float32, device="cpu")
     group.allreduce([seconds]).wait()  # a barrier: all ranks begin together
     for _ in range(PROBE_ROUNDS):
         start = time.perf_counter()

@@ -53,7 +53,7 @@ def windows(data: Tensor, starts: Tensor, length: int) -> Tensor:
 
 def spread_windows(data: Tensor, count: int, length: int, rank: int, ranks: int) -> Tensor:
     """Return this rank's ``count`` windows; the windows of all ranks are spread evenly over ``data``."""
-    starts = torch.linspace(0, len(data) - length - 1, count * ranks, device="cpu").long()
+    starts = torch.linspace(0, len(data) - length - 1, count * ranks, dtype=torch.float32, device="cpu").long()
     return windows(data, starts[rank::ranks], length)
 
 
