@@ -268,6 +268,17 @@ def test_wandb_has_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert b"int8 of a test" in file.read_bytes()
 
 
+def test_a_second_report_of_a_step_has_no_times(tmp_path: Path) -> None:
+    with Metrics(nn.Linear(2, 2), tmp_path, every=1, show=False) as log:
+        log.step(1.0, tokens=8)
+        log.report(norm=2.0)
+        log.step(1.0, tokens=8)
+    first, second, third = written(tmp_path, "step")
+    assert second["norm"] == 2.0
+    assert not {"s_per_step", "tokens_per_s"} & second.keys()
+    assert {"s_per_step", "tokens_per_s"} <= first.keys() & third.keys()
+
+
 def test_a_missing_library_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ValueError, match="pip install wandb"):

@@ -1,6 +1,7 @@
 """Weights to safetensors that ``transformers`` loads, and back into a sharded model; with and without the model."""
 
 import json
+import resource
 
 import pytest
 import torch
@@ -151,6 +152,19 @@ def converted(folder):
     direct, ours, theirs = (load_file(folder / name / "model.safetensors") for name in ("direct", "a", "b"))
     same(direct, ours)
     same({name: value.bfloat16() for name, value in direct.items()}, theirs)
+
+
+def test_a_full_disk_is_an_error_of_the_system(tmp_path):
+    def body():
+        model, _ = job("ours")
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+        with pytest.raises(OSError, match=f"{tmp_path} could not be written to: .*File too large"):
+            yafsdp_cc.save_safetensors(tmp_path / "weights", model)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    on_ranks(1, body, fresh=True)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_conversion_without_the_model(tmp_path, monkeypatch, capsys):

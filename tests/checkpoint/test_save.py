@@ -67,6 +67,19 @@ def test_process_groups_end_with_the_world(tmp_path):
     yafsdp_cc.save(tmp_path / "next", nn.Linear(2, 2))
 
 
+@ranks(2)
+def test_within_inference_mode(tmp_path):
+    model, optimizer = job("ours", steps=1)
+    before = contents(model, optimizer)
+    with torch.inference_mode():
+        yafsdp_cc.save(tmp_path / "step", model, optimizer)
+    train(model, optimizer, 1)
+    with torch.inference_mode():
+        yafsdp_cc.load(tmp_path / "step", model, optimizer)
+    same(contents(model, optimizer), before)
+    train(model, optimizer, 1)
+
+
 def test_a_save_at_the_exit_of_the_interpreter(tmp_path):
     program = f"""
 import atexit, torch, yafsdp_cc

@@ -137,6 +137,7 @@ def save_safetensors(path: str | os.PathLike[str], model: nn.Module, *, dtype: t
                     pass
 
 
+@torch.inference_mode(False)  # as ``load``
 def load_safetensors(path: str | os.PathLike[str], model: nn.Module) -> None:
     """Fill a model's parameters and buffers from safetensors. A collective.
 
@@ -219,9 +220,9 @@ def convert(
     reader = CheckpointReader(source)
     part = model_part(reader.contents, source)
     with closing(Replacement(files.place(out))) as replacement:
-        _write_files(replacement.new, _stored_tensors(reader, part), dtype)
         if config is not None:
             shutil.copyfile(config, replacement.new / "config.json")
+        _write_files(replacement.new, _stored_tensors(reader, part), dtype)
         replacement.commit()
 
 
@@ -297,6 +298,7 @@ def _write_files(folder: Path, tensors: Iterable[tuple[str, Tensor]], dtype: tor
     Returns:
         The dtype of the first floating-point tensor in the files.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     held: dict[str, Tensor] = {}
@@ -306,7 +308,10 @@ def _write_files(folder: Path, tensors: Iterable[tuple[str, Tensor]], dtype: tor
     def flush() -> None:
         nonlocal held
         part = folder / f"part-{len(written)}"
-        save_file(held, part, metadata={"format": "pt"})
+        try:
+            save_file(held, part, metadata={"format": "pt"})
+        except SafetensorError as error:  # such as a full disk
+            raise OSError(f"{folder.parent.parent} could not be written to: {error}") from error
         with part.open("rb") as file:
             os.fsync(file.fileno())
         written.append(list(held))

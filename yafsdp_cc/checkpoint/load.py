@@ -60,6 +60,7 @@ class _ReplacedError(RuntimeError):
     """Raised if a save replaced the checkpoint during a load, so that the model may hold parts of both."""
 
 
+@torch.inference_mode(False)  # tensors made in that mode cannot be trained on
 def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers = None) -> dict[str, Any]:
     """Load a checkpoint of ``save``, or torch's one of ``{"model": ..., "optimizer": ...}``. A collective.
 

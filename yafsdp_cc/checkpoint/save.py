@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
@@ -48,6 +49,7 @@ for _forget in (_background.cache_clear, _under_way.clear):
     os.register_at_fork(after_in_child=_forget)  # threads do not survive a fork
 
 
+@torch.inference_mode(False)  # an evaluation may save, and nobody can detach a parameter in that mode
 def save(
     path: str | os.PathLike[str],
     model: nn.Module,

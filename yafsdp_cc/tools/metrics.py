@@ -112,16 +112,20 @@ class Metrics:
     def report(self, **values: Tensor | float) -> None:
         """Report the steps since the last report now; tensors are averaged over the ranks."""
         means = self._means(values)
-        seconds = time.perf_counter() - self._since
-        steps, sent = max(1, self._pending), self._sent()
+        found = self._speed() if self._pending else {}  # a second report of one step has no times
+        self._write("step", {**means, **found, **self._memory(), "step": self.steps_made})
+
+    def _speed(self) -> dict[str, Any]:
+        """Return seconds, tokens and bytes of the steps since the last call."""
+        seconds, steps, sent = time.perf_counter() - self._since, self._pending, self._sent()
         found: dict[str, Any] = {"s_per_step": seconds / steps} | self._clock.parts(steps)
         if self._tokens:
             found["tokens_per_s"] = round(self._tokens / seconds)
         for name, now in sent.items():
             found[f"{name}_per_step"] = (now - self._counted[name]) // steps
-        self._write("step", {**means, **found, **self._memory(), "step": self.steps_made})
         self._pending = self._tokens = 0
         self._since, self._counted = time.perf_counter(), sent
+        return found
 
     def record(self, **values: Tensor | float) -> None:
         """Write figures from outside of steps, such as ``val_loss``; time since the last step counts for no step."""
