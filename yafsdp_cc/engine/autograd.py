@@ -78,8 +78,6 @@ narrow: Callable[[Tensor, FSDPParam, Tensor], Tensor] = super(torch.autograd.Fun
 """``narrow(anchor, param, view)``: the view, whose gradient goes to ``param``."""
 
 
-# Tensors in arguments and outputs ----------------------------------------------------------------------------------
-
 _ATOMS = (type(None), bool, int, float, str)
 _next_node = torch._C._autograd._get_sequence_nr
 """Function that returns the number which autograd gives the next node that this thread makes."""

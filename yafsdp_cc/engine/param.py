@@ -272,16 +272,11 @@ class ShardedGrad:
 
 def _check_assigned(grad: Any, param: FSDPParam) -> None:
     """Raise a ``TypeError`` if ``grad``, perhaps assigned by the user, is not sharded as ``param`` is."""
-    if not isinstance(grad, type(param.grad)):
+    held: ShardSpec | None = getattr(grad, "shard_spec", None)
+    if held is None or not held.matches(param.spec):
+        what = f"a {type(grad).__name__} of shape {list(grad.shape)}" if held is None else f"sharded as {held} is"
         raise TypeError(
-            f"{param.spec} has a .grad that is a {type(grad).__name__} of shape {list(grad.shape)}: "
-            "change the gradient that it has in place, or set it to None"
-        )
-    held: ShardSpec = cast("Any", grad).shard_spec
-    if not held.matches(param.spec):
-        raise TypeError(
-            f"{param.spec} has a .grad that is sharded as {held} is: change the gradient that it has in "
-            "place, by .grad.copy_(), or set it to None"
+            f"{param.spec} has a .grad that is {what}: change the gradient that it has in place, or set it to None"
         )
 
 

@@ -136,8 +136,6 @@ class ReplicatedParams:
     def host_bytes(self) -> int:
         return sum(flat.host_bytes for flat in self.flats)
 
-    # In forwards -------------------------------------------------------------------------------------------------
-
     def refresh(self) -> None:
         """Copy all parameters to the dtype of the forward, also where torch has counted no write to a shard."""
         # if no weight has changed, torch must not count the write: an earlier forward's graph may need the copies
@@ -178,8 +176,6 @@ class ReplicatedParams:
         """Let the modules see the parameters themselves again."""
         for param in self.params:
             param.register_sharded()
-
-    # In backwards ------------------------------------------------------------------------------------------------
 
     def accumulate_grads(self, params: Sequence[FSDPParam], grads: Sequence[Tensor | None]) -> None:
         """Write the gradients of a backward into the buffer that is summed: copied on first touch, added afterwards."""
