@@ -173,3 +173,15 @@ def test_what_is_frozen_between_a_forward_and_its_backward_gets_no_gradient() ->
             each.get_parameter(name).requires_grad_(False)
         loss.backward()
     same_gradients(model, {name: parameter.grad for name, parameter in plain.named_parameters()}, within=1e-6)
+
+
+@pytest.mark.parametrize("late", ["inner.leave.bias", "inner.leave.weight"])
+@ranks(2)
+def test_unfreezing_within_a_forward_trains_or_is_refused_by_name(late: str) -> None:
+    model, plain = twins(lambda: Switching(late), units=[nn.Sequential])
+    batches = inputs()
+    with pytest.raises(RuntimeError, match=f"'{late}' was unfrozen within the forward of the model"):
+        square(model, mine(batches)).backward()
+    for each in (model, plain):
+        each.requires_grad_(True)
+    trains_on(model, plain, square, [batches], within=1e-6)

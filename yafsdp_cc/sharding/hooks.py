@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.autograd import forward_ad
 
@@ -76,7 +76,8 @@ def pre_forward_of(
     finish: Callable[[Any], Any]
     try:
         if group is None:
-            args, kwargs, finish = state.pre_root_forward(called, args, kwargs)
+            args, kwargs, end = state.pre_root_forward(called, args, kwargs)
+            finish = partial(_end_root_forward, state, end)
         else:
             args, kwargs, forward = state.pre_forward(group, args, kwargs)
             finish = partial(state.post_forward, group, forward)
@@ -115,6 +116,30 @@ def install_hooks(module: nn.Module, part: nn.Module | None = None) -> list[Any]
         hooked.register_forward_pre_hook(_uncompiled(pre_forward, part is not None), prepend=True, with_kwargs=True),
         hooked.register_forward_hook(_uncompiled(post_forward, part is not None), always_call=True),
     ]
+
+
+def _end_root_forward(state: FSDPState, end: Callable[[Any], Any], output: Any) -> Any:
+    """Return ``end(output)``.
+
+    Raises:
+        RuntimeError: the forward has unfrozen a parameter that it shows, to its end, without a way for the gradient.
+    """
+    unfrozen = ""
+    if state.iteration is not None and state.iteration.has_gate:
+        group = state.root_group
+        for param in (*state.replicated.params, *(() if group is None else group.params)):
+            module, attribute = param.sites[0]
+            shown: Tensor | None = module.__dict__.get(attribute)  # behind a gate, unless it was frozen at the start
+            if shown is not None and shown.is_leaf and (shown.requires_grad or param.parameter.requires_grad):
+                shown.requires_grad_(False)
+                unfrozen = param.spec.name
+    output = end(output)
+    if unfrozen:
+        raise RuntimeError(
+            f"'{unfrozen}' was unfrozen within the forward of the model, which goes on without its gradient: call "
+            "requires_grad_(), or set_adapter() of PEFT, before the forward"
+        )
+    return output
 
 
 def hook_parts(module: nn.Module) -> None:
