@@ -119,7 +119,7 @@ def install_hooks(module: nn.Module, part: nn.Module | None = None) -> list[Any]
 
 
 def _end_root_forward(state: FSDPState, end: Callable[[Any], Any], output: Any) -> Any:
-    """Return ``end(output)``.
+    """Return what ``end``, which ends a forward of the root, makes of ``output``.
 
     Raises:
         RuntimeError: the forward has unfrozen a parameter that it shows, to its end, without a way for the gradient.
