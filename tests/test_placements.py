@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.utils.flop_counter import FlopCounterMode
 
 import yafsdp_cc
 from tests.models import WIDTH, Mlp, Transformer
@@ -215,15 +213,3 @@ def test_an_embedding_is_not_gathered_for_its_backward() -> None:
         before = sent(model)
         trains_on(model, plain, square, [indices(step)], within=1e-6)
         sent_as_planned(model, before)
-
-
-@ranks(2)
-def test_an_embedding_may_have_hooks_on_one_rank_alone() -> None:
-    """As those of a tool that counts or logs: the ranks' collectives are the same."""
-    model, plain = twins(between_embeddings, units=["1", "2"])
-    if dist.get_rank() == 0:
-        model[0].register_forward_hook(lambda *_: None)
-    for step in range(2):
-        trains_on(model, plain, square, [indices(step)], within=1e-6)
-    with FlopCounterMode(display=False) if dist.get_rank() == 1 else nullcontext():
-        trains_on(model, plain, square, [indices(2)], within=1e-6)

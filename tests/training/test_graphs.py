@@ -279,3 +279,27 @@ def test_a_unit_called_by_itself_trains_or_is_refused_by_name() -> None:
 def test_a_unit_that_calls_itself() -> None:
     model, plain = twins(lambda: nn.Sequential(Recursive(), Recursive()), units=[Recursive])
     trains_on(model, plain, square, [inputs(step=step) for step in range(2)], within=1e-6)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells, self.leave = nn.LSTM(WIDTH, WIDTH, batch_first=True), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, states: Any = None) -> tuple[Tensor, Any]:
+        y, states = self.cells(x, states)
+        return self.leave(y), states
+
+
+@ranks(2)
+def test_states_are_detached_in_place_between_two_parts_of_a_sequence() -> None:
+    model, plain = twins(Recurrent, units=[nn.LSTM])
+
+    def both(each: nn.Module, x: Tensor) -> Tensor:
+        y, states = each(x)
+        for state in states:
+            state.detach_()
+        z, _ = each(-x, states)
+        return (y * z).square().mean()
+
+    trains_on(model, plain, both, [[numbers(step, 3, WIDTH) for step in range(2)]], within=1e-6)

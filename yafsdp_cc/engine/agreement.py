@@ -168,9 +168,6 @@ def _next_number(before: Operation, after: Operation) -> tuple[int, int] | None:
     return places[0], int(new[places[0]]) - int(old[places[0]])
 
 
-# The store: ranks set and read its keys where collectives may not work -----------------------------------------------
-
-
 def wait_for_key(store: Store, key: str, world: int) -> str:
     """Return what one of the ``world`` ranks sets ``key`` to.
 

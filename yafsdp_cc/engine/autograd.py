@@ -70,12 +70,26 @@ class Narrow(torch.autograd.Function):
         return None, None, None
 
 
+class Alias(torch.autograd.Function):
+    """Identity on a tensor, by a new node. Unlike a view's, the output's history is its own: ``detach_()`` works."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
 # ``Function.apply`` first searches its arguments for functorch's dead wrappers. No argument of a gate is one, and a
 # step makes as many calls as the model has parameters: call the base class's ``apply``.
 gate: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, GateGradFlow).apply
 """``gate(gated, anchor, *tensors)``: the anchor and the tensors behind a gate."""
 narrow: Callable[[Tensor, FSDPParam, Tensor], Tensor] = super(torch.autograd.Function, Narrow).apply
 """``narrow(anchor, param, view)``: the view, whose gradient goes to ``param``."""
+alias: Callable[[Tensor], Tensor] = super(torch.autograd.Function, Alias).apply
+"""``alias(tensor)``: the tensor behind a new node."""
 
 
 _ATOMS = (type(None), bool, int, float, str)
@@ -176,7 +190,7 @@ def hook_outputs(
 
     [Note: outputs are newest] The backward runs newer nodes first. Those of a loss that the module has put aside
     (``self.loss = head(y)``, then ``return y``) would read weights before ``hook`` has them gathered. So an output
-    that is older is returned as a view of itself, whose node is the newest.
+    that is older is returned as an ``Alias``, whose node is the newest.
 
     Args:
         first_node: number that autograd has given the first node of the root's forward.
@@ -192,8 +206,8 @@ def hook_outputs(
             tensor = tensor.clone()
         tensor = tensor if dtype is None else convert(tensor, dtype)
         if hook is not None and tensor.grad_fn is not None:  # hooks on a leaf, which no forward makes, would stay on it
-            if tensor.grad_fn._sequence_nr() < newest and tensor.layout is torch.strided:
-                tensor = tensor.view_as(tensor)
+            if tensor.grad_fn._sequence_nr() < newest and not tensor.is_nested:  # functions take no nested tensors
+                tensor = alias(tensor)
             tensor.register_hook(hook)
             viewed = tensor._base
             if viewed is not None and viewed.grad_fn is not None and viewed.grad_fn._sequence_nr() >= first_node:

@@ -257,9 +257,6 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return tensor._local_tensor.detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-# What a rank holds of a parameter ------------------------------------------------------------------------------------
-
-
 @dataclass(eq=False)
 class ShardSpec:
     """How one parameter is sharded across the ranks of a mesh (shard), or (replicate, shard).

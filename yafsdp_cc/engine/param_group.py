@@ -247,14 +247,9 @@ class ParamGroup(StepState):
 
     @property
     def unshards_in_backward(self) -> bool:
-        """Whether a backward needs the weights, alike on all ranks; an embedding's does not."""
-        return self.spec.settings.unshards_in_backward and not self._looks_up
-
-    def views_for(self, unsharded: UnshardedParams) -> Sequence[Tensor]:
-        """Return the weights for a forward that autograd records: views of the buffer, or copies where hooks of an
-        embedding, perhaps on this rank alone, may read in the backward what is not gathered for it."""
-        is_read = self._looks_up and any(map(_has_hooks, self.spec.modules))
-        return [view.clone() for view in unsharded.views] if is_read else unsharded.views
+        """Whether the backward of a forward that begins now needs the weights; an embedding's does only for hooks."""
+        looks_up = self._looks_up and not any(map(_has_hooks, self.spec.modules))
+        return self.spec.settings.unshards_in_backward and not looks_up
 
     # Weights -----------------------------------------------------------------------------------------------------
 

@@ -437,7 +437,7 @@ class FSDPState(_ModelStep):
         args, kwargs = gate_tensors(through, args, kwargs)
         views = [
             narrow(anchor, param, view) if param.parameter.requires_grad else view
-            for param, view in zip(group.params, call.views, strict=True)
+            for param, view in zip(group.params, call.unsharded.views, strict=True)
         ]
         return args, kwargs, views
 
@@ -788,8 +788,6 @@ class GroupCall:
         """Whether the backward reaches this call on every rank that trains the same parameters."""
         self.needs_weights = group.unshards_in_backward
         """Whether the backward gathers the weights."""
-        self.views = group.views_for(unsharded)
-        """Weights that the forward reads."""
         self._fills = unsharded.buffer.fills
         self._versions = unsharded.buffer.versions
         # Activation checkpointing saves tensors by hooks: the backward then reads recomputed tensors, not those of this
@@ -860,12 +858,9 @@ class GroupCall:
             lent = sum(each.count_uses(unsharded) for each in others)
             uses_buffer = group.unshard_for_backward(unsharded, lent, needed=not self._is_packed)
             self._fills = unsharded.buffer.fills
-        if self.needs_weights or self._is_packed:
-            group.register_unsharded(group.leaves(unsharded))
-        elif self.views is not self.unsharded.views:
-            group.register_unsharded(self.views)
-        else:  # a tensor's hook that reads a weight gets the sharded one, not another group's
-            group.register_unsharded([param.parameter for param in group.params])
+        # where nothing is gathered, a tensor's hook that reads a weight gets the sharded one, not another group's
+        are_gathered = self.needs_weights or self._is_packed
+        group.register_unsharded(group.leaves(unsharded) if are_gathered else [p.parameter for p in group.params])
         if backward.wants_grads:
             group.acquire_grad_buffer()
         if backward.reduces:

@@ -1,7 +1,8 @@
 """Lists, dicts and dataclasses in a module's arguments, into which its forward may put outputs.
 
-A forward gets copies of them, with gated or cast tensors in place of the caller's. What it puts into a copy
-(``skips.append(x)``, ``batch["x"] = x``) is an output, and goes to the caller's own container.
+A forward gets copies of those that hold tensors to gate or cast. What it puts into a copy (``skips.append(x)``,
+``batch["x"] = x``) is an output, and goes to the caller's own container. What it puts into a container that was not
+copied, such as an empty list, has no hook: some output of the module has to lead to the loss, or the backward raises.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def _join_lab() -> None:
 
 def _run_and_record(argv: list[str]) -> None:
     # Registered first, this runs behind the threads and exit functions of the script, which may still use its groups.
-    atexit.register(_end_process_groups)
+    atexit.register(_end_process_groups, os.getpid())
     try:
         _run(argv)
         _warn_of_unused_settings()
@@ -78,10 +78,14 @@ def _run_and_record(argv: list[str]) -> None:
         sys.exit(1)
 
 
-def _end_process_groups() -> None:
-    """End the groups: one of gloo that is open at the interpreter's exit aborts the process about every other time."""
+def _end_process_groups(rank: int) -> None:
+    """End the groups: one of gloo that is open at the interpreter's exit aborts the process about every other time.
+
+    Args:
+        rank: id of the rank's process; in one that the script has forked, the groups have no threads.
+    """
     dist = sys.modules.get("torch.distributed")
-    if dist is not None and dist.is_initialized():
+    if os.getpid() == rank and dist is not None and dist.is_initialized():
         dist.destroy_process_group()
 
 
