@@ -23,7 +23,7 @@ def leaves_nothing() -> None:
 
 
 def leaves_a_function() -> None:
-    pytest.MonkeyPatch().setattr(streams, "comm_stream", None)  # and nothing undoes it
+    pytest.MonkeyPatch().setattr(streams, "comm_stream", None)  # nothing undoes this change
 
 
 def leaves_a_method() -> None:

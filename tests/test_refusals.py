@@ -291,7 +291,7 @@ def test_gradients_and_weights_that_the_program_averages_itself() -> None:
 @pytest.mark.parametrize("again", [False, True])
 @ranks(2)
 def test_an_optimizer_of_shards_that_are_no_more(again: bool) -> None:
-    """Steps of it would change nothing, also where the model is sharded once more."""
+    """Steps of such an optimizer would change nothing, also where the model is sharded once more."""
     model = _linears()
     yafsdp_cc.shard(model, units=[nn.Linear])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -372,7 +372,7 @@ def test_logs_that_cannot_be_kept_are_told(tmp_path: Path) -> None:
 
 
 def test_closed_streams_are_nobody_s(tmp_path: Path) -> None:
-    """Pipes of the launcher would get their numbers, and what ranks print would go round in them."""
+    """Pipes of the launcher would get the numbers of closed streams, and the ranks' output would go round in them."""
     (tmp_path / "train.py").write_text("import sys; print('trains'); print(sys.stdin.read(), file=sys.stderr)")
     words = ["sh", "-c", 'exec "$0" -m yafsdp_cc launch train.py <&- >&- 2>&-', sys.executable]
     assert subprocess.run(words, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=60).returncode == 0
@@ -451,7 +451,7 @@ def test_a_slurm_step_names_machines(monkeypatch: pytest.MonkeyPatch, capsys: py
 
 @pytest.mark.usefixtures("slurm")
 def test_several_launchers_of_a_machine_say_how_they_meet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An interactive shell is one task of many; and some start a launcher for each GPU."""
+    """An interactive shell is one task of many; and some users start a launcher for each GPU."""
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "16")
     parser = torchrun.get_args_parser()
     for flag in ("--standalone", "--rdzv-endpoint=a:1"):

@@ -45,7 +45,7 @@ def test_a_forward_finds_its_dtype_in_a_parameter_of_another_unit() -> None:
 
 
 class SwitchesItsBlocks(Mlp):
-    """Freezes weights of its blocks for a pass without gradients, as PEFT's ``disable_adapter()`` does."""
+    """Model that freezes weights of its blocks for a pass without gradients, as PEFT's ``disable_adapter()`` does."""
 
     def forward(self, x: Tensor) -> Tensor:
         kept = super().forward(x)

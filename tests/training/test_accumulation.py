@@ -196,7 +196,7 @@ def test_what_is_frozen_between_micro_batches_keeps_the_gradients_of_the_earlier
 @pytest.mark.parametrize("is_plain", [False, True])
 @ranks(2)
 def test_an_assigned_gradient_that_is_sharded_otherwise_is_refused_on_all_ranks(is_plain: bool) -> None:
-    """Also on ranks that own nothing of the parameter, which would wait for the others."""
+    """Ranks that own nothing of the parameter refuse the gradient, too: they would wait for the others."""
     model, other = yafsdp_cc.shard(Mlp(), units=["blocks.*"]), yafsdp_cc.shard(Mlp())
     for parameter, its in zip(model.parameters(), other.parameters(), strict=True):
         parameter.grad = torch.ones(parameter.shape) if is_plain else torch.ones_like(its.detach())

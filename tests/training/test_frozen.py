@@ -146,7 +146,7 @@ def test_unfreezing_between_micro_batches_is_refused() -> None:
 
 
 class Switching(nn.Module):
-    """Unfreezes a parameter in the middle of its forward."""
+    """Model that unfreezes a parameter in the middle of its forward."""
 
     def __init__(self, late: str) -> None:
         super().__init__()
@@ -164,7 +164,7 @@ class Switching(nn.Module):
 
 @ranks(2)
 def test_what_is_frozen_between_a_forward_and_its_backward_gets_no_gradient() -> None:
-    """As in one process, also where other parameters of its buffer are trained."""
+    """A plain model skips a frozen parameter; other parameters of the same buffer are trained here."""
     model, plain = twins(Mlp)
     batches = inputs()
     losses = square(model, mine(batches)), sum(square(plain, x) for x in batches) / 2

@@ -68,7 +68,7 @@ def test_recurrent_layers_with_weights_of_their_own_making(norm: Callable[..., n
 
 
 class Scaled(nn.Module):
-    """Reads numbers that are noted on its parameters, a large and a small one, as muP's shapes are."""
+    """Layer that reads numbers noted on its parameters, a large and a small one, as muP's shapes are."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -208,7 +208,7 @@ def test_losses_put_aside_in_units(frozen: bool) -> None:
 
 
 class Predicting(nn.Module):
-    """Puts a prediction aside, made of what it returns."""
+    """Block that puts aside a prediction made of its output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -255,7 +255,7 @@ def test_a_leaf_among_the_outputs_keeps_no_hooks() -> None:
 
 @dataclass
 class Shared:
-    """What blocks hand on to each other; ``late`` has no value at first."""
+    """Activations that blocks hand on to each other; ``late`` has no value at first."""
 
     x: Tensor
     seen: list[Tensor]
@@ -265,7 +265,7 @@ class Shared:
 
 
 class Filling(nn.Module):
-    """Returns nothing: changes what it is given."""
+    """Block that returns nothing, and changes its argument in place."""
 
     def __init__(self) -> None:
         super().__init__()

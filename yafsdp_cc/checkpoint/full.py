@@ -137,7 +137,7 @@ def save_safetensors(path: str | os.PathLike[str], model: nn.Module, *, dtype: t
                     pass
 
 
-@torch.inference_mode(False)  # as ``load``
+@torch.inference_mode(False)  # tensors made in that mode cannot be trained on
 def load_safetensors(path: str | os.PathLike[str], model: nn.Module) -> None:
     """Fill a model's parameters and buffers from safetensors. A collective.
 
@@ -310,7 +310,7 @@ def _write_files(folder: Path, tensors: Iterable[tuple[str, Tensor]], dtype: tor
         part = folder / f"part-{len(written)}"
         try:
             save_file(held, part, metadata={"format": "pt"})
-        except SafetensorError as error:  # such as a full disk
+        except SafetensorError as error:  # a full disk raises it
             raise OSError(f"{folder.parent.parent} could not be written to: {error}") from error
         with part.open("rb") as file:
             os.fsync(file.fileno())

@@ -105,7 +105,7 @@ class FSDPParam(StepState):
 
     def accumulate_grad(self, grad: Tensor) -> None:
         """Write one contribution to the gradient buffer: the first is copied, with its cast, others are added."""
-        if not self.parameter.requires_grad:  # frozen since the forward: no gradient, as in torch
+        if not self.parameter.requires_grad:  # a parameter frozen since the forward gets no gradient
             return
         target = self.unsharded_grad
         if target is None or (self.accepts_in is not None and self.accepts_in != _graph_task()):
@@ -243,8 +243,8 @@ class ShardedGrad:
     def _add_to_each(self, start: int, part: Tensor, divisor: Divisor, before: Sequence[Tensor | None]) -> None:
         for grad, param in zip(before, self.params, strict=True):
             target = param.local_grad
-            if grad is not None:  # perhaps one that the user has assigned, of any class
-                _check_assigned(grad, param)  # on all ranks, also where this one owns no elements
+            if grad is not None:  # the user may have assigned it
+                _check_assigned(grad, param)  # a rank without elements raises, too: it would wait
                 target = cast("DTensor", grad).to_local()
             first, last = max(param.span[0], start), min(param.span[1], start + part.numel())
             if first >= last:

@@ -80,7 +80,7 @@ class _Copied:
         if isinstance(self.given, (list, deque)):
             self.given.clear()
             self.given.extend(values.values())
-        elif isinstance(self.given, dict):  # item by item, as output classes of Transformers refuse other ways
+        elif isinstance(self.given, dict):  # output classes of Transformers refuse ``clear``
             for key in own.keys() - values.keys():
                 del self.given[key]
             for key, value in values.items():

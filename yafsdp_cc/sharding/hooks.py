@@ -1,4 +1,4 @@
-"""Where calls reach the engine: hooks around forwards of sharded modules, and the check before a backward."""
+"""Hooks around forwards of sharded modules, by which calls reach the engine, and the check before a backward."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 PARTS = "_yafsdp_cc_parts"
 """Name of an attribute of sharded modules: handles of the hooks on parts of them that may be called alone."""
 _tracing_state = torch._C._get_tracing_state
+"""Function that returns the state of ``torch.jit.trace`` under way, or None."""
 _functorch_stack = torch._C._functorch.peek_interpreter_stack
 """Function that returns the transforms of ``torch.func`` under way, or None."""
 
@@ -129,7 +130,7 @@ def _end_root_forward(state: FSDPState, end: Callable[[Any], Any], output: Any) 
         group = state.root_group
         for param in (*state.replicated.params, *(() if group is None else group.params)):
             module, attribute = param.sites[0]
-            shown: Tensor | None = module.__dict__.get(attribute)  # behind a gate, unless it was frozen at the start
+            shown: Tensor | None = module.__dict__.get(attribute)  # a trained one has come through a gate: no leaf
             if shown is not None and shown.is_leaf and (shown.requires_grad or param.parameter.requires_grad):
                 shown.requires_grad_(False)
                 unfrozen = param.spec.name

@@ -180,7 +180,7 @@ class LazyReduction(DTensor):
                     "reading a sum, mean, norm or extreme of sharded tensors is a collective, which failed: has a part "
                     f"of the ranks read it (if rank == 0)? Call .item() on all of them\n{error}"
                 ) from error
-            # a copy: the other tensors of these partials do not see what is written to this one
+            # copy=True: a write to this value does not reach the other tensors of these partials
             self._value = cast("torch.Tensor", self._partials.reduced).to(self.dtype, copy=True)
         return self._value
 
@@ -190,7 +190,7 @@ class LazyReduction(DTensor):
     ) -> Any:
         kwargs = kwargs or {}
         if func is aten.detach.default and torch.is_inference_mode_enabled() and not args[0].is_inference():
-            with torch.inference_mode(False):  # torch gives what a normal tensor is detached to a version
+            with torch.inference_mode(False):  # torch gives the result of a normal tensor a version
                 return cls.__torch_dispatch__(func, types, args, kwargs)
         lazy = _kept_lazy(func, args, kwargs)
         if lazy is not None:

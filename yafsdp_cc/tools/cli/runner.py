@@ -57,7 +57,7 @@ def _join_lab() -> None:
 
 
 def _run_and_record(argv: list[str]) -> None:
-    # Registered first, this runs behind the threads and exit functions of the script, which may still use its groups.
+    # The first function of atexit runs last: the script's threads and exit functions may still use its groups.
     atexit.register(_end_process_groups, os.getpid())
     try:
         _run(argv)
@@ -133,7 +133,7 @@ def _run_program(argv: list[str]) -> None:
         return
     sys.argv = argv
     if not getattr(sys.flags, "safe_path", False):
-        # as ``python script.py`` and ``python folder`` set it
+        # ``python script.py`` and ``python folder`` set it alike
         sys.path[0] = argv[0] if os.path.isdir(argv[0]) else os.path.dirname(os.path.abspath(argv[0]))
     runpy.run_path(argv[0], run_name="__main__")
 
