@@ -350,6 +350,25 @@ def test_parts_that_become_one_model_have_one_optimizer() -> None:
             optimizer.step()
 
 
+@ranks(2)
+def test_an_optimizer_may_come_between_fully_shard_and_the_first_forward() -> None:
+    compression = Compression("onebit", residual="fp32", block=64)
+    results = []
+    for runs_before in (False, True):
+        model: Any = Slopes()
+        for part in model.parts:
+            yafsdp_cc.fully_shard(part, compression=compression)
+        yafsdp_cc.fully_shard(model, compression=compression)
+        if runs_before:
+            with torch.no_grad():
+                model(drawn(0, dist.get_rank()))
+        optimizer = OneBitAdam(model.parameters(), **SETTINGS, warmup_steps=2)
+        trained(model, optimizer, range(5))
+        results.append(weights(model))
+        del optimizer
+    assert all(one.equal(other) for one, other in zip(*results, strict=True))
+
+
 @ranks(4)
 def test_momentum_that_replicas_do_not_share_is_refused() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))

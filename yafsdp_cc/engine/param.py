@@ -80,6 +80,8 @@ class FSDPParam(StepState):
         """Number of the parameter among all parameters of the model."""
         self.span = (0, 0)
         """Range of this rank's chunk that holds the parameter's elements."""
+        self.unit: nn.Module
+        """Module that was sharded with the parameter, the first if there were several."""
         self.flat: FlatParam | None = None
         """The flat buffer that the parameter is in; None where it is replicated."""
         self.engine: weakref.ref[object] | None = None

@@ -357,12 +357,9 @@ class OneBitOptimizer(Optimizer):
         states: dict[CompressionSchedule, FSDPState] = {}
         for parameter in self._parameters:
             param = _fsdp_param(parameter)
-            state = None if param is None else engine_of(param)
-            if param is not None and state is None:
-                raise ValueError(
-                    f"{name} was given '{param.spec.name}' of a model that fully_shard has sharded and that has "
-                    "not run yet: run a forward first, or take yafsdp_cc.shard(model, compression=...)"
-                )
+            state = None
+            if param is not None:  # ``fully_shard`` has left the engine to the first forward
+                state = engine_of(param) or current_state(param.unit)
             schedule = None if state is None else CompressionSchedule.of(state)
             if param is None or state is None or schedule is None:
                 raise ValueError(

@@ -90,6 +90,8 @@ def shard_parameters(
     flats = _flat_params(sharded, plan, make_sharded, replicates=False)
     whole = _flat_params(replicated, plan, make_replicated, replicates=True)
     spec = ParamGroupSpec("", modules, plan.info, plan.policy, flats, whole, plan.collectives, role)
+    for param in spec.params:
+        param.unit = modules[0]
     for module in modules:
         for inner in specs_below(module):
             if inner.outer is None and inner is not spec:

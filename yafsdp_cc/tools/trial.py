@@ -28,7 +28,6 @@ from yafsdp_cc import api
 from yafsdp_cc.config import RUN
 from yafsdp_cc.optim import OneBitAdam
 from yafsdp_cc.sharding.assembly import state_of
-from yafsdp_cc.sharding.hooks import current_state
 from yafsdp_cc.tools.cli.capture import Recording, synchronize
 from yafsdp_cc.tools.metrics import peak_memory
 from yafsdp_cc.tools.netlab.links import UNSHAPED, Links
@@ -148,7 +147,7 @@ class Trial:
         vars(nn.utils)["clip_grad_norm_"] = watched_clip
         if self._asked.one_bit:
             for kind in ("Adam", "AdamW"):
-                one_bit = _one_bit(kind, self._asked, self._modules)
+                one_bit = _one_bit(kind, self._asked)
                 vars(torch.optim)[kind] = one_bit
                 vars(sys.modules[f"torch.optim.{kind.lower()}"])[kind] = one_bit
 
@@ -265,7 +264,7 @@ class Trial:
         return sum(each.gathered_bytes + each.reduced_bytes for each in counters)
 
 
-def _one_bit(kind: str, asked: Asked, modules: list[nn.Module]) -> type[OneBitAdam]:
+def _one_bit(kind: str, asked: Asked) -> type[OneBitAdam]:
     """Return a subclass of ``OneBitAdam`` that takes the arguments of torch's ``Adam`` or ``AdamW``."""
 
     class OneBit(OneBitAdam):
@@ -280,9 +279,6 @@ def _one_bit(kind: str, asked: Asked, modules: list[nn.Module]) -> type[OneBitAd
                         "OneBitAdam decays weights as AdamW does, and this script passes weight_decay to Adam"
                     )
                 given["weight_decay"] = 0.0
-            # OneBitAdam asks for the engine, which ``fully_shard`` alone makes only in the first forward
-            if modules:
-                current_state(modules[-1])
             warmup_steps = max(1, asked.steps // 2)
             # short rounds only time steps, and refreshes, exact sums for the second moment, are rare in a real run
             refreshes = 4 if asked.steps > warmup_steps + 4 else 0
