@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import yafsdp_cc
+from tests import simulated_cuda
 from tests.internals import set_patience, state_of
 from tests.ranks import ranks, short_timeout
 from tests.twins import refusal
@@ -57,6 +58,27 @@ def test_a_step_goes_through_its_phases() -> None:
         "  and 1 more at rest",
     ], lines
     assert str(state_of(model)).startswith("engine of FSDPSequential, 0 steps: between forwards and backwards")
+
+
+@ranks(1, fresh=True)
+def test_operations_that_a_gpu_has_ended_are_not_under_way() -> None:
+    simulated_cuda.install()  # a device whose work is over when it is enqueued
+    said: dict[str, str] = {}
+    layers = nn.Sequential(*(Spied(said) for _ in range(4))).cuda()
+    model = yafsdp_cc.shard(layers, units=[Spied], mesh=init_device_mesh("cuda", (1,)))
+    SPY[:] = [model]
+    for _ in range(2):
+        model(torch.randn(2, 64, device="cuda")).sum().backward()
+    assert said["forward 1"].splitlines()[1:] == [
+        "  1: weights in use (block weight buffer 1)",
+        "  2: weights unsharded (block weight buffer 0)",
+        "  and 2 more at rest",
+    ]
+    assert said["backward 2"].splitlines()[1:] == [
+        "  1: weights unsharded (block weight buffer 1)",
+        "  2: weights in use (block weight buffer 0), gradients being written (block gradient buffer 0)",
+        "  and 2 more at rest",
+    ]
 
 
 @ranks(2)

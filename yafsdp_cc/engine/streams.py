@@ -35,7 +35,7 @@ class CommHandle:
 
     def __init__(self) -> None:
         self.pending = False
-        """Whether an operation may be unfinished, so that ``wait`` has work to do."""
+        """Whether ``wait`` has work to do; on CUDA, once there was an operation, it always has."""
         self.works: Sequence[dist.Work] = ()
         self.finish: Finish | None = None
 
@@ -59,6 +59,10 @@ class CommHandle:
     def is_running(self) -> bool:
         """Return whether the collectives are under way. Any thread may ask."""
         return any(not work.is_completed() for work in self.works)
+
+    def is_over(self) -> bool:
+        """Return whether the operation and its completion callback are over, so far as the host can tell."""
+        return not self.pending
 
     def abandon(self) -> None:
         """Let the caller's next work come after the collectives; on CPU, drop the completion callback."""
@@ -141,6 +145,9 @@ class CudaCommHandle(CommHandle):
 
     def is_running(self) -> bool:
         return self.pending and not self.event.query()
+
+    def is_over(self) -> bool:
+        return not self.is_running()
 
     abandon = wait
 

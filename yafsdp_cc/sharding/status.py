@@ -27,20 +27,19 @@ def _weights(group: ParamGroup) -> str:
     buffer = group.unsharded.buffer
     if not group.flats or not group.is_in(buffer):
         return ""
-    if buffer.handle.pending:
+    if not buffer.handle.is_over():
         return "being gathered"
     return "in use" if buffer.users else "unsharded"
 
 
-def _grads(group: ParamGroup) -> str:
+def _grads(group: ParamGroup, waited: CommHandle | None) -> str:
     """Return where the group's gradients are before they are in ``.grad``; "" if there are none."""
     if group.grads is not None:
         return "being written" if group.accepts_in is not None else "kept for a later reduce"
     if group.deferred:
         return "taken in by the next reduce"
-    reduced = {flat for flat, _ in group.context.reduced}
-    is_issued = group.context.last_reduce is not None and not reduced.isdisjoint(group.flats)
-    if is_issued:
+    sent = (buffer.handle for buffer in group.context.in_flight if buffer.used_for == group.name)
+    if any(handle is waited or not handle.is_over() for handle in sent):
         return "being reduced"
     replicas = group.context.replicas
     outputs = () if replicas is None else replicas.outputs
@@ -63,7 +62,7 @@ def describe(context: GroupContext, waited: CommHandle | None = None) -> str:
         doing += f", waiting for the operation {next(found, 'on an overflow buffer')}"
     lines = []
     for group in context.groups:
-        weights, grads = _weights(group), _grads(group)
+        weights, grads = _weights(group), _grads(group, waited)
         parts = []
         if weights:
             buffer = (group.held or group.unsharded).buffer

@@ -137,7 +137,8 @@ class _Watch(threading.Thread):
         told = f"at {' < '.join(lines) or 'no line of a script'}"
         for each in engines:
             with suppress(Exception):  # the main thread goes on, and may change a container meanwhile
-                told += "\n  ".join([f"; {each.fingerprint.told()}", *describe(each).splitlines()[1:]])
+                phases = describe(each).splitlines()[1:]  # the first line is of the asking thread, which runs no backward
+                told += "\n  ".join([f"; {each.fingerprint.told()}", *phases])
         return told
 
     def _tell(self, ranks: list[int], engines: list[GroupContext]) -> bool:
