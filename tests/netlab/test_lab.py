@@ -162,7 +162,7 @@ def test_a_failing_rank_ends_the_run_and_not_the_lab(how: str, told: str) -> Non
         ({"bandwidth": "0.0001kbit"}, "write 100mbit"),
         ({"ranks": 0}, "ranks=0: a lab has 1 to 250"),
         ({"delay_ms": -1}, "delay_ms=-1: 0 to 10000 milliseconds"),
-        ({"loss": 1}, "loss=1: a fraction of packets"),
+        ({"loss": 1}, "loss=1: the fraction of packets to lose, less than 1"),
     ],
 )
 def test_what_cannot_be_is_said_before_anything_starts(options: dict[str, object], told: str) -> None:

@@ -292,7 +292,7 @@ def test_plan_and_refusals() -> None:
     assert plan.sync_bytes["estimates of peers"] >= 3 * 4 * padded
     for wrong, message in (
         ({"graph": "star"}, "there is no graph 'star', only exponential, ring"),
-        ({"overlap": 2}, "overlap=2: messages are waited for"),
+        ({"overlap": 2}, "overlap=2: 0 waits for messages in their step"),
         ({"codec": "int9"}, "there is no codec 'int9'"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -308,7 +308,7 @@ def test_what_cannot_be_served_is_refused() -> None:
         (mixed, {}, r"'2.weight' is torch.float16, where others are torch.float64: model.to\(torch.float64\)"),
         (net(), {"codec": "int8"}, r"'0.weight' is torch.float64, where a codec takes torch.float32"),
         (yafsdp_cc.shard(net().float()), {}, "'0.weight' is sharded; pass the plain model"),
-        (net(), {"optimizer": torch.optim.LBFGS}, "optimizer=LBFGS: a parameter server updates elements, by torch.o"),
+        (net(), {"optimizer": torch.optim.LBFGS}, "optimizer=LBFGS: a parameter server needs an elementwise one"),
         (net(), {"mean_square_decay": 1.0}, "mean_square_decay=1.0: from 0 to less than 1"),
         (net(), {"max_staleness": -1}, "max_staleness=-1: neither can be negative"),
     ):

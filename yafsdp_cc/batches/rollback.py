@@ -174,7 +174,8 @@ class BatchRollback:
 
 @cache  # comparing with each class takes longer than the copies of a small model
 def _kind_of(kind: type) -> type | None:
-    """Return Tensor for a class of tensors, list for one of containers, object for one of compression; else None."""
+    """Return how a member of class ``kind`` is saved: as a Tensor, a list (any container) or an object of compression;
+    None: by reference."""
     meanings = ((Tensor, Tensor), (_CONTAINERS, list), (_COMPRESSION, object))
     return next((meaning for classes, meaning in meanings if issubclass(kind, classes)), None)
 

@@ -452,7 +452,7 @@ class _Block:
             _let_go(state)
         for op in self._peers.missing():
             _issue(self.states[op.model], op)
-        for state in self.states:  # before the vote, because completed reduces issue sums over replicas
+        for state in self.states:  # a reduce that completes issues its sum over replicas: none may come behind the vote
             state.context.wait_for_reduces()
 
     def _put_back(self) -> None:
@@ -640,7 +640,7 @@ def _reduce_zeros(group: ParamGroup, *, sums_over_replicas: bool) -> None:
         # a completed reduce continues over replicas if ``sums`` says so: complete earlier ones before it changes
         context.wait_for_reduces()
         context.replicas.sums = sums_over_replicas
-    # with this setting ``take_grads`` takes a buffer of the pool; the rollback restores the setting
+    # with ``requires_gradient_sync`` set ``take_grads`` takes a buffer of the pool; the rollback restores the setting
     group.spec.settings.requires_gradient_sync = True
     group.take_grads(group.flats_with_grads())
     group.accepts_in = -1

@@ -44,7 +44,7 @@ _AT_ONCE = 1 << 20
 """Bytes that a checksum reads at a time."""
 
 
-# The folder
+# The folder of a checkpoint: made, replaced and removed
 
 
 def place(path: str | os.PathLike[str]) -> Path:

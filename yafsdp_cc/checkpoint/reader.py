@@ -306,7 +306,7 @@ def _check_contents(contents: Metadata) -> dict[str, int]:
     for value, kinds in _kinds(contents):
         if not isinstance(value, kinds):
             wanted_kinds = " or ".join(each.__name__ for each in kinds)
-            raise ValueError(f"a {type(value).__name__} stands in it where {wanted_kinds} belongs")
+            raise ValueError(f"the metadata hold a {type(value).__name__} where {wanted_kinds} belongs")
     stored, entries = contents.state_dict_metadata, contents.storage_data
     wanted = set()
     for name, each in stored.items():

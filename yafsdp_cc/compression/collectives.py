@@ -149,8 +149,8 @@ class CompressedCollectives(Collectives):
             if other != codec:
                 raise ValueError(
                     f"the gradients of '{first}' and '{name}' share a buffer, and overrides="
-                    f"{dict(self.config.overrides)} encode one by {codec!r} and the other by {other!r}: patterns must "
-                    "fit the names that parameters have in the module that fully_shard was called on, too, or call "
-                    "shard(model), which knows all names"
+                    f"{dict(self.config.overrides)} encode one by {codec!r} and the other by {other!r}: write patterns "
+                    "that also fit the names within the module that fully_shard is called on, or call shard(model), "
+                    "which knows the full names"
                 )
         return codec

@@ -271,8 +271,8 @@ class _ReduceScatterHook(_Hook, ReduceScatter):
             return exact
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             raise NotImplementedError(
-                f"an encoded reduce-scatter with {op}: call set_force_sum_reduction_for_comms(True) on the module, so "
-                "that FSDP2 divides outside of it"
+                f"an encoded reduce-scatter sums, and FSDP2 asks for {op}: call "
+                "set_force_sum_reduction_for_comms(True) on the module, so that FSDP2 divides outside of it"
             )
         # a residual for each length: FSDP2 sends only those parameters of a group that have gradients
         name = f"{self._name}/{output_tensor.numel()}"

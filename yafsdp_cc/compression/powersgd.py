@@ -255,7 +255,7 @@ class FactorEncoder(Encoder):
         return sum(self.context.comm.all_reduce_bytes(4 * numel) for numel in self.low_rank.message_numels) // 2
 
     def restart(self) -> None:
-        self.low_rank.restart()  # some ranks may have advanced their factors already
+        self.low_rank.restart()  # the factors of some ranks may be a step ahead
 
     @property
     def _message_numel(self) -> int:

@@ -161,7 +161,7 @@ class CompressionSchedule(CompressionObserver):
         return self._scaler is not None
 
     def adopt(self, compressed: ScheduledSum) -> None:
-        """Make this the schedule of a compressed sum."""
+        """Let this schedule say when ``compressed`` encodes its sums."""
         compressed.schedule = self
         self._sums[id(compressed)] = compressed
 

@@ -206,7 +206,7 @@ def hook_outputs(
             tensor = tensor.clone()
         tensor = tensor if dtype is None else convert(tensor, dtype)
         if hook is not None and tensor.grad_fn is not None:  # hooks on a leaf, which no forward makes, would stay on it
-            if tensor.grad_fn._sequence_nr() < newest and not tensor.is_nested:  # functions take no nested tensors
+            if tensor.grad_fn._sequence_nr() < newest and not tensor.is_nested:  # ``Alias`` takes no nested tensor
                 tensor = alias(tensor)
             tensor.register_hook(hook)
             viewed = tensor._base

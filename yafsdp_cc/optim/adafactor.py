@@ -227,7 +227,7 @@ def _square_sum(local: Tensor) -> Tensor:
 
 
 def _sum_over_ranks(members: Sequence[_Member], found: Sequence[Tensor]) -> None:
-    """Sum the tensor found for each parameter over ranks, in place: one all-reduce for all of a mesh."""
+    """Sum ``found``, a tensor for each member, over ranks in place: with one all-reduce for each mesh."""
     alike: defaultdict[Any, list[Tensor]] = defaultdict(list)
     for member, values in zip(members, found, strict=True):
         if not member.summand.counts:  # another rank counts the same elements

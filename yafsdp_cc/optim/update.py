@@ -48,7 +48,7 @@ class Row(NamedTuple):
     """Tensors of one parameter, this rank's elements (possibly none), all of one shape and device."""
 
     weights: Tensor
-    """Weights, floating-point, updated in place. Computed in fp32 at least, and rounded once."""
+    """Weights, floating-point, updated in place: the update is computed in fp32 at least, and rounded once."""
     gradient: Tensor
     """The decoded gradient or momentum, floating-point."""
     moment: Tensor | None

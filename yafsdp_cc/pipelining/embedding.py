@@ -61,7 +61,7 @@ class TiedEmbedding:
 
     @torch.no_grad()
     def sum_gradients(self) -> None:
-        """Make the gradient the sum over both stages of the mean over data-parallel ranks. A collective of ``group``.
+        """Average the gradient over data-parallel ranks, and sum it over both stages. A collective of ``group``.
 
         A weight without a gradient counts as zeros.
         """

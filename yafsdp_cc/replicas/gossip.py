@@ -114,7 +114,7 @@ class Gossip(ReplicaSync):
             raise ValueError(f"there is no graph {graph!r}, only {', '.join(_GRAPHS)}")
         if overlap not in (0, 1, None):
             raise ValueError(
-                f"overlap={overlap}: messages are waited for in their step (0), in the next one (1), or not (None)"
+                f"overlap={overlap}: 0 waits for messages in their step, 1 in the next one, None does not wait"
             )
         if codec is not None:
             codec_of(codec, BLOCK)

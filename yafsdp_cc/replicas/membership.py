@@ -335,7 +335,7 @@ class Membership:
         return found
 
     def _connect(self, members: _Members) -> Communicator:
-        """Return the communicator of the members' ranks that hold this shard."""
+        """Return the communicator of the ranks that hold this rank's shard, one in each replica of ``members``."""
         if self._comm is not None and members.group == self._group:
             return self._comm
         rank, world = members.replicas.index(self._replica), len(members.replicas)

@@ -260,7 +260,7 @@ class PeerMailbox:
         self._wait(header, self._source)
         number, weight = self._received_header.tolist()
         self._silence = 0.0
-        if number == _END:  # no data comes with it: the receive that is posted takes the data of the next message
+        if number == _END:  # an end has no data: the receive that is posted takes those of the next message
             self._is_ended = True
             self._receives[1] = self._receive_header()
             return None

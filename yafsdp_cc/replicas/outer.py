@@ -360,7 +360,7 @@ class Outer(ReplicaSync):
         self._exchange(Task(moved, True))
         for each in self._fragments:
             each.adopt()
-        self._begin()  # from the weights as they are: half precision has rounded the outer ones
+        self._begin()  # a round starts from the weights, to which half precision has rounded the outer weights
 
     def _mean_residuals(self, current: Round) -> list[Tensor]:
         """Return the mean over replicas of each fragment's residual. A collective."""

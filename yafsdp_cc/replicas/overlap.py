@@ -130,7 +130,7 @@ class Overlap(ReplicaSync):
             kept.data.copy_(total.data)
             read_grads(self._grads, total.views)
             self._hide()
-        elif arrived is None:  # no sum has arrived: nothing is committed
+        elif arrived is None:  # without a sum the step commits nothing
             read_grads(self._grads, kept.views)
             total.data.copy_(kept.data)
             self._hide()

@@ -68,7 +68,7 @@ class RunMemory:
             if folder != self._folder and (is_of_name or not any(folder.glob("step*"))):
                 _remove_left_behind(folder)
         os.environ[MEMORY] = str(self._folder)
-        with suppress(OSError):  # a full memory: the first snapshot will tell
+        with suppress(OSError):  # where memory is full, the first snapshot raises
             self._folder.mkdir(parents=True, exist_ok=True)
             self._lock = (self._folder / "lock").open("wb")
             fcntl.flock(self._lock, fcntl.LOCK_SH)  # two launchers of a run may share a machine

@@ -165,7 +165,7 @@ class Rescue:
             RuntimeError: not all ranks have called this; or training goes on, and there is nothing to go back to yet;
                 or another Rescue of this program has snapshots.
         """
-        gc.collect()  # frees a deleted Rescue
+        gc.collect()  # frees a deleted Rescue that a cycle of references still holds
         if any(each._steps >= 0 and each is not self and each._folder == self._folder for each in list(_all)):
             raise RuntimeError(
                 "Rescue.restore(): this program has another Rescue, and snapshots of both would take each other's "
@@ -244,7 +244,7 @@ class Rescue:
         """Load a snapshot, of which this node may lack files; return its extra data, and in words what was fetched.
 
         Raises:
-            LostError: on every rank: no node has one of the files; torch makes it the cause of another ``ValueError``.
+            LostError: on every rank: no node has one of the files; torch raises a ``ValueError`` of its own from it.
             ValueError: on every rank: a file is damaged, or the snapshot is of another model.
         """
         ranks, moved = self._ranks, list[Transfer]()

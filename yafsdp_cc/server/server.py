@@ -389,7 +389,7 @@ class ServerShard:
     ) -> None:
         if not issubclass(optimizer, ELEMENTWISE):
             known = ", ".join(f"torch.optim.{each.__name__}" for each in ELEMENTWISE)
-            raise ValueError(f"optimizer={optimizer.__name__}: a parameter server updates elements, by {known}")
+            raise ValueError(f"optimizer={optimizer.__name__}: a parameter server needs an elementwise one: {known}")
         if delay_compensation < 0 or (max_staleness or 0) < 0:
             raise ValueError(f"{delay_compensation=}, {max_staleness=}: neither can be negative")
         if not 0 <= mean_square_decay < 1:

@@ -28,7 +28,7 @@ PROBE_ROUNDS = 3
 """Number of probes of a link, of which the fastest counts: other load of the machine must not make it look slow."""
 _PROBE_TAG = 3
 _TIMEOUT = 5.0
-"""Seconds that a rank that raises waits for the others to read why in the store, which may end with its process."""
+"""Seconds that a failing rank waits for the others to read its error in the store, which its process may hold."""
 
 
 def probe_links(group: dist.ProcessGroup, other: dist.ProcessGroup) -> None:

@@ -137,7 +137,7 @@ class _Watch(threading.Thread):
         told = f"at {' < '.join(lines) or 'no line of a script'}"
         for each in engines:
             with suppress(Exception):  # the main thread goes on, and may change a container meanwhile
-                phases = describe(each).splitlines()[1:]  # the first line is of the asking thread, which runs no backward
+                phases = describe(each).splitlines()[1:]  # the first line is about this thread
                 told += "\n  ".join([f"; {each.fingerprint.told()}", *phases])
         return told
 

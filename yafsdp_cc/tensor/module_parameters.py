@@ -65,7 +65,7 @@ class ModuleParameters(dict[str, "torch.nn.Parameter | None"]):
         return held.items()
 
     def __reduce_ex__(self, protocol: object) -> Any:
-        return dict, (dict(super().items()),)  # a copy of the module gets a plain dict
+        return dict, (dict(super().items()),)  # this dict is bound to its module, a copy needs a plain one
 
 
 def install_module_parameters(module: torch.nn.Module) -> None:

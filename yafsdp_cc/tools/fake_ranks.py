@@ -146,7 +146,7 @@ def fake_ranks(
         kind: kind of devices, "cpu" or "cuda"; ``BACKENDS`` gives the backend.
     """
     for codec in error_feedback._NUMBERS:
-        error_feedback.lost_share(codec, 256)  # cached from real numbers, before tensors are fake
+        error_feedback.lost_share(codec, 256)  # cached: fake tensors have no values to find it from
     current = event()
     cuda = {"current_stream": lambda *_: current, "stream": lambda _: ExitStack(), "current_device": lambda: 0}
     backend = {"backend_of": lambda *_: BACKENDS[kind]}

@@ -167,7 +167,7 @@ def events_of(plan: Plan, work: Mapping[str, Work]) -> list[Event]:
             share = traffic[index].reduce / in_reduces
             reduced[buffer] = add("all_reduce", unit.name, share * plan.communication.replicas, reduced[buffer])
         again = before[index]
-        if again is not None:  # the buffer is free for the unit that had it before
+        if again is not None:  # ``buffer`` is free: the unit that the backward reaches next in it is gathered
             gathered_again[again] = add("all_gather", units[again].name, traffic[again].gather_backward, done)
     add("all_reduce", "", plan.communication.replicated, len(events) - 1)
     return events

@@ -21,7 +21,7 @@ COMMANDS = {
 }
 """Description of each command; its module has ``main(argv) -> exit status``."""
 MODULES = {"try": "try_"}
-"""Modules of commands whose own names are keywords of Python."""
+"""Module of each command whose name, a keyword of Python, no module can have."""
 
 
 def main(argv: list[str] | None = None) -> int:

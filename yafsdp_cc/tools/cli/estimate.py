@@ -108,7 +108,7 @@ def main(argv: list[str]) -> int:
     gc.disable()  # the garbage collector would scan hundreds of thousands of new objects, few of which are freed
     try:
         settings = _settings(flags, asked)
-        # ``shard`` takes what it is not given from this variable, as in a run that ``launch`` has started
+        # ``shard`` takes arguments that it is not given from the variable ``RUN``, which ``launch`` sets in a real run
         with mock.patch.dict(os.environ, {RUN: to_environment(settings)}):
             rows = _rows(flags, asked, settings)
     except ValueError as error:

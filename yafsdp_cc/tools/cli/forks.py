@@ -47,7 +47,7 @@ def install(*, is_forking: bool) -> None:
         def close(self, death_sig: signal.Signals | None = None) -> None:
             super().close(death_sig)
             with suppress(ProcessLookupError):
-                os.killpg(self.proc.pid, signal.SIGCONT)  # a stopped process only then handles ``death_sig``
+                os.killpg(self.proc.pid, signal.SIGCONT)  # a stopped process handles ``death_sig`` when it goes on
 
     # torch's agent takes the handler from this attribute, and from no argument
     setattr(api, "get_subprocess_handler", Handler)  # noqa: B010  (mypy forbids the assignment)
@@ -107,7 +107,7 @@ def _be_rank(environment: dict[str, str], arguments: list[str], outputs: list[in
             sys.stdin = open(0, closefd=False)  # noqa: SIM115  # multiprocessing has replaced it by an empty one
         multiprocessing.set_start_method(None, force=True)  # reset: the script may set a start method
         with suppress(KeyError, ValueError):
-            torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))  # OpenMP read the variable when it was loaded
+            torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))  # OpenMP has read the variable, at its import
         random.seed()
         np.random.seed()
         os.environ.clear()

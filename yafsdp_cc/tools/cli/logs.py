@@ -69,7 +69,7 @@ class RankLogs(DefaultLogsSpecs):
         return destinations
 
     def finish(self) -> None:
-        """Copy the rest of the pipes' content, without waiting for programs that ranks have left behind."""
+        """Copy what is left in the pipes, without waiting for children of ranks that hold them open."""
         if self._copies is not None:
             self._copies.finish()
             self._copies = None

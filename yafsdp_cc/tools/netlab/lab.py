@@ -59,7 +59,7 @@ class Lab:
         if not 0 <= delay_ms <= 10_000:
             raise ValueError(f"delay_ms={delay_ms}: 0 to 10000 milliseconds, one way")
         if not 0 <= loss < 1:
-            raise ValueError(f"loss={loss}: a fraction of packets, 0.001 for one in a thousand")
+            raise ValueError(f"loss={loss}: the fraction of packets to lose, less than 1; 0.001: one in a thousand")
         bits_per_second(bandwidth)
         self._ranks, self._bandwidth = ranks, bandwidth
         self._options = (ranks // ranks_per_machine, ranks_per_machine, delay_ms, loss)
