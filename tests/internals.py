@@ -35,7 +35,7 @@ from yafsdp_cc.engine.hierarchy import Replicas
 from yafsdp_cc.engine.param import UnshardedGrads, unsharded_grad_bytes
 from yafsdp_cc.engine.param_group import GroupContext, ParamGroup
 from yafsdp_cc.engine.state import FSDPState, IterationState
-from yafsdp_cc.engine.streams import CudaCommHandle, CudaCommStream, PinnedReadback
+from yafsdp_cc.engine.streams import CudaCommHandle, CudaCommStream, PinnedCopy
 from yafsdp_cc.forms import offload
 from yafsdp_cc.forms.offload import HostTransfer, HostTransfers
 from yafsdp_cc.fsdp2 import module
@@ -468,7 +468,7 @@ def break_zeroing() -> None:
 
 def break_readback_waits(method: str) -> None:
     """Let the host touch pinned memory in ``send`` or ``receive`` before the copy from or to there is over."""
-    run = getattr(PinnedReadback, method)
+    run = getattr(PinnedCopy, method)
 
     class Passed:
         def __init__(self, event: Any) -> None:
@@ -484,7 +484,7 @@ def break_readback_waits(method: str) -> None:
         finally:
             self._passed = event
 
-    setattr(PinnedReadback, method, hasty)
+    setattr(PinnedCopy, method, hasty)
 
 
 def break_wait_of_autograd() -> None:

@@ -23,7 +23,7 @@ from tests.engine.test_streams import BF16, penalised, steps
 from tests.models import WIDTH, Mlp
 from tests.ranks import RankError, on_ranks
 from tests.streams import streams
-from yafsdp_cc.engine.streams import PinnedReadback
+from yafsdp_cc.engine.streams import PinnedCopy
 
 ORDER, FREED, NUMBERS = "are not in order", "freed before", "is not finite"
 EITHER = f"{ORDER}|{FREED}"
@@ -127,7 +127,7 @@ def defers(model: Any, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
 
 def reads_back(model: Any, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
     """Reads numbers back twice in a row, as the fallback of codecs does between other waits of the host."""
-    readback = PinnedReadback(1, x.dtype, internals.state_of(model).context.device)
+    readback = PinnedCopy(1, x.dtype, internals.state_of(model).context.device)
     for _ in range(2):
         readback.receive(x.new_zeros(1))
 

@@ -124,7 +124,7 @@ class Replacement:
             except OSError as error:
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or not self._replaceable:
                     raise
-            # from an earlier turn of this loop, after which another save has put its folder at the path
+            # an earlier turn of this loop has left ``_previous`` where another save then put its folder at the path
             shutil.rmtree(self._previous, ignore_errors=True)
             with suppress(FileNotFoundError):
                 os.rename(self._path, self._previous)

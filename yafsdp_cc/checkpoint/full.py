@@ -132,7 +132,7 @@ def save_safetensors(path: str | os.PathLike[str], model: nn.Module, *, dtype: t
                     saved_as = _write_files(replacement.new, tensors, dtype)
                     _write_configs(replacement.new, model, saved_as)
                     replacement.commit()
-            finally:  # after a failure, too, iterate to the end as the other ranks do
+            finally:  # ``tensors`` are gathered by all ranks: one that failed gathers on to the end
                 for _ in tensors:
                     pass
 

@@ -163,7 +163,7 @@ class BackwardTimer(CompressionObserver):
             self._spans = []
 
     def after_reduce(self, group: str) -> None:
-        self._go_on()  # only now: issuing the reduce, and perhaps encoding, is not computation of the backward
+        self._go_on()  # issuing the reduce, and perhaps encoding, is not the backward's computation
 
     def before_wait(self) -> None:
         self._waits |= self._stop()

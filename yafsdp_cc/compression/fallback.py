@@ -29,7 +29,7 @@ from yafsdp_cc.compression.error_feedback import SUMS
 from yafsdp_cc.compression.reduce_scatter import CompressedSum
 from yafsdp_cc.compression.schedule import CompressionObserver
 from yafsdp_cc.compression.state import compressed_sums, delta_all_gathers, set_codecs
-from yafsdp_cc.engine.streams import PinnedReadback
+from yafsdp_cc.engine.streams import PinnedCopy
 from yafsdp_cc.ranks.mesh import all_groups, all_reduce_over
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class CodecFallback(CompressionObserver):
         self._past: list[Measured] = []
         """The measurement before the present one, referenced because a stream may still write to its sums."""
         self._names: list[str] = []
-        self._readback: PinnedReadback
+        self._readback: PinnedCopy
         """Reads the sums of the messages ``_names`` back from the device."""
         self._codecs: dict[str, str] = {}
         """Codec that each collective's messages have fallen back to, by ``name_of``."""
@@ -144,7 +144,7 @@ class CodecFallback(CompressionObserver):
         all_reduce_over(all_groups(state.context.info.mesh), found, dist.ReduceOp.SUM, state.context.info.mesh)
         if self._names != [each.name for each in measured]:
             self._names = [each.name for each in measured]
-            self._readback = PinnedReadback(len(found), torch.float64, state.context.device)
+            self._readback = PinnedCopy(len(found), torch.float64, state.context.device)
         # on CUDA these are the numbers of the previous judgement: reading the present ones would synchronize
         numbers = self._readback.receive(found)
         if numbers is not None:

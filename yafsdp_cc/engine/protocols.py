@@ -10,7 +10,7 @@ Rules for implementations:
 2. Modes, codecs and scales change in ``Observer.before_forward`` or in the optimizer, never between ``start`` and
    ``finish``. All ranks change alike.
 3. ``start`` raises only what all ranks raise, before it issues anything or changes a residual.
-4. ``finish`` issues no collective.
+4. ``finish`` issues no collective; with replicas ``PartialReduceOutput.add`` issues their sum behind it.
 5. Steady state allocates nothing.
 6. A non-finite block keeps its residual and arrives as non-finite: it reaches every rank as ``found_inf``.
 

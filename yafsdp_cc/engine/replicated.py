@@ -18,7 +18,7 @@ import torch
 from yafsdp_cc.engine.collectives import ExactReduceScatter
 from yafsdp_cc.engine.layout import VECTOR, align
 from yafsdp_cc.engine.param import FlatParam
-from yafsdp_cc.engine.streams import PinnedReadback
+from yafsdp_cc.engine.streams import PinnedCopy
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -108,7 +108,7 @@ class ReplicatedParams:
         self._summands = torch.zeros(size, dtype=dtype, device=self._comm.device)
         self._totals = self._summands if self._comm.reduces_in_place else torch.zeros_like(self._summands)
         self._totals_by_flat = self._totals[: self._elements].split(sizes)
-        self._readback = PinnedReadback(flags, dtype, self._comm.device)
+        self._readback = PinnedCopy(flags, dtype, self._comm.device)
         self._reduce_scatter = ExactReduceScatter(size, dtype)
         self._reduce_scatter.bind(context)
         for flat, grads in zip(flats, self._summands[: self._elements].split(sizes), strict=True):
@@ -181,7 +181,7 @@ class ReplicatedParams:
         """Write the gradients of a backward into the buffer that is summed: copied on first touch, added afterwards."""
         found = [(p, grad) for p, grad in zip(params, grads, strict=True) if grad is not None]
         fresh = {p: g for p, g in found if p.parameter.requires_grad and not (p.written or g.is_sparse)}
-        if fresh:  # in one kernel
+        if fresh:  # one kernel copies all
             torch._foreach_copy_(cast("list[Tensor]", [p.unsharded_grad for p in fresh]), list(fresh.values()))
         for param, grad in found:
             if param in fresh:

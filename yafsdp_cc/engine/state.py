@@ -170,7 +170,7 @@ class FSDPState(_ModelStep):
         """Whether no gradient is on its way: all that were written have been reduced to the end."""
         replicas = self.context.replicas
         outputs = () if replicas is None else replicas.outputs
-        # not over parameters: ranks write different ones, and all have to find the same here
+        # parameters are not asked: ranks write different ones, and all ranks have to find the same
         return not any(each.has_unreduced() for each in (self, self.context, *self.groups, *outputs))
 
     def step_states(self) -> Iterator[StepState]:
@@ -848,7 +848,7 @@ class GroupCall:
     def begin(self, backward: Backward) -> None:
         """Begin the backward of this call: put the weights back in place, and make room for gradients."""
         group = self.group
-        if not self._is_packed:  # in no checkpoint: the backward has left those it was in
+        if not self._is_packed:  # this call is in no checkpoint: the backward has left those behind
             backward.release_recomputed()
         unsharded, uses_buffer = self.unsharded, False
         if self._is_packed and group in backward.recomputed:

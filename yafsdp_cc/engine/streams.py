@@ -237,10 +237,10 @@ def comm_stream(device: torch.device) -> CommStream:
     return CudaCommStream(device) if device.type == "cuda" else CommStream()
 
 
-class PinnedReadback:
+class PinnedCopy:
     """Copies a few numbers between host and device without making either wait for the other.
 
-    On CUDA a copy from or to ordinary host memory blocks the host until the stream has run dry. ``PinnedReadback``
+    On CUDA a copy from or to ordinary host memory blocks the host until the stream has run dry. ``PinnedCopy``
     copies through pinned memory, and an event tells when that may be touched again. On other devices it is a plain
     copy.
 

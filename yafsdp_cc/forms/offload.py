@@ -38,9 +38,10 @@ STAGING_BYTES = 16 << 20
 
 
 class HostTransfer:
-    """Copies that one stream makes, one after the other, and the staging buffer on the device that they pass through.
+    """Copies on the current stream, and the staging buffer on the device that they pass through, one after the other.
 
     Args:
+        stream: makes the events behind copies; of a CUDA device, any of its streams.
         nbytes: bytes of the largest tensor that passes through the staging buffer.
     """
 

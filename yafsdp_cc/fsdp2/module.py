@@ -204,7 +204,7 @@ class ShardedModule(FSDPModule, nn.Module):
     # Gradients ---------------------------------------------------------------------------------------------------
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Set whether a backward reduces the gradients.
+        """Set whether a backward reduces the gradients: for gradient accumulation, DDP's ``no_sync``.
 
         False keeps unsharded gradients on this rank (a warning tells how many bytes that costs) until the first
         backward after True, which reduces their sum. All ranks must set the same. By default every micro-batch is

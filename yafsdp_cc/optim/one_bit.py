@@ -195,7 +195,7 @@ class OneBitOptimizer(Optimizer):
         self._check_control()
         phase = self._phase_now
         if not self._unscale():
-            self._drop_exact_means()  # of the skipped step: the next backward need not overwrite all of them
+            self._drop_exact_means()  # the next backward may overwrite only some of those of the skipped step
             return loss
         if phase.keeps_exact:
             gradients = self._exact_gradients()
@@ -269,7 +269,7 @@ class OneBitOptimizer(Optimizer):
         taken: set[int] = set()
         engines = (engine_of(param) for param in map(_fsdp_param, self._parameters) if param is not None)
         states = dict.fromkeys(state for state in engines if state is not None)
-        # before the first group's step: a subclass may change the weights of all groups in it
+        # versions as of before the first group's step, in which a subclass may change the weights of all groups
         before = {flat: flat.version for state in states for flat in state.flats}
         for state in states:
             # a forward enters the root's own group first, which is the last in module order

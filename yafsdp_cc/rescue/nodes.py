@@ -140,7 +140,7 @@ def transfer(
     with together(group):  # room is taken first: writing to a mapped file of a full memory would kill the process
         for each in received:
             unfinished = _part_of(folder, each)
-            with suppress(FileNotFoundError):  # of an earlier snapshot: written over in place
+            with suppress(FileNotFoundError):  # a file of an earlier snapshot is written over in place
                 (folder / each.name).rename(unfinished)
             with unfinished.open("ab") as file:
                 file.truncate(each.size)

@@ -171,7 +171,7 @@ class Rescue:
                 "Rescue.restore(): this program has another Rescue, and snapshots of both would take each other's "
                 "place: call close() of that one first"
             )
-        with suppress(RuntimeError):  # of a snapshot that was not written: an earlier one is taken
+        with suppress(RuntimeError):  # the last snapshot was not written: an earlier one is taken
             self._wait()
         wait_for_saves()
         settings: dict[str, object] = {"every": self._every, "path": self._path, "save_every": self._save_every}
@@ -199,7 +199,7 @@ class Rescue:
         if self._nodes.is_first:
             self._remove_all_but(snapshot)
         all_gather_objects(None, ranks.back)
-        if snapshot and len(self._nodes.members) > 1:  # so that another node may be lost before the next snapshot
+        if snapshot and len(self._nodes.members) > 1:  # another node may be lost before the next snapshot
             folder = self._folder / snapshot
             given = files_in(folder), folder, self._nodes, ranks.back, self._let_training_go_first
             self._job = self._thread.submit(copy_to_buddies, *given)

@@ -259,7 +259,7 @@ def _follow_reduces() -> None:
         return
     for engine in engines:
         context = engine.context
-        # on a CPU nothing is added behind the caller's back: the thread that waits adds to the gradients
+        # on a CPU the thread that waits adds to the gradients: nothing happens behind the caller's back
         if context.last_reduce is not None and context.reduce_stream.is_ordered:
             context.last_reduce.wait()
             if context.replicas is not None:
