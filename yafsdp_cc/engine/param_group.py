@@ -4,9 +4,8 @@
     FREE ──take_grads──► written ──_take──► read by a reduce ──its handle is over──► FREE: another group takes it
     (of gradient buffers; without gradient sync the group keeps its own, or its reduce-scatters store the gradients)
 
-``unshard`` and ``unshard_for_backward`` return weights that are ready; ``acquire_grad_buffer`` is called when the
-backward reaches the group, and ``post_backward``, which calls ``reduce`` unless gradients wait for a later backward,
-when the group's last gate (``autograd``) has run; ``state`` decides when.
+``unshard`` and ``unshard_for_backward`` return weights that are ready. ``state`` calls ``acquire_grad_buffer`` when the
+backward reaches the group, and ``post_backward`` when its last gate has run: ``reduce``, unless gradients are to wait.
 [Note: overflow buffers] A group whose assigned buffer is in use gets one of its own, an overflow buffer, and
 ``Counters.overflow_buffers`` counts it: an enclosing group still computes in the buffer, a call of the same group is
 not over, or a second graph is alive. It costs memory and an all-gather, and never a wrong number. Its memory may have

@@ -60,10 +60,6 @@ class CommHandle:
         """Return whether the collectives are under way. Any thread may ask."""
         return any(not work.is_completed() for work in self.works)
 
-    def is_over(self) -> bool:
-        """Return whether the operation and its completion callback are over, so far as the host can tell."""
-        return not self.pending
-
     def abandon(self) -> None:
         """Let the caller's next work come after the collectives; on CPU, drop the completion callback."""
         self.finish = None
@@ -145,9 +141,6 @@ class CudaCommHandle(CommHandle):
 
     def is_running(self) -> bool:
         return self.pending and not self.event.query()
-
-    def is_over(self) -> bool:
-        return not self.is_running()
 
     abandon = wait
 

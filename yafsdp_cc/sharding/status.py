@@ -20,6 +20,11 @@ if TYPE_CHECKING:
     from yafsdp_cc.engine.streams import CommHandle
 
 
+def _is_under_way(context: GroupContext, handle: CommHandle) -> bool:
+    """Return whether an operation or its completion callback is not over; handles of a GPU are pending for good."""
+    return handle.is_running() if context.gather_stream.is_ordered else handle.pending
+
+
 def _weights(group: ParamGroup) -> str:
     """Return where the group's weights are: "" if sharded, "unsharded" if gathered and used by nobody."""
     if group.held is not None:
@@ -27,7 +32,7 @@ def _weights(group: ParamGroup) -> str:
     buffer = group.unsharded.buffer
     if not group.flats or not group.is_in(buffer):
         return ""
-    if not buffer.handle.is_over():
+    if _is_under_way(group.context, buffer.handle):
         return "being gathered"
     return "in use" if buffer.users else "unsharded"
 
@@ -39,7 +44,7 @@ def _grads(group: ParamGroup, waited: CommHandle | None) -> str:
     if group.deferred:
         return "taken in by the next reduce"
     sent = (buffer.handle for buffer in group.context.in_flight if buffer.used_for == group.name)
-    if any(handle is waited or not handle.is_over() for handle in sent):
+    if any(handle is waited or _is_under_way(group.context, handle) for handle in sent):
         return "being reduced"
     replicas = group.context.replicas
     outputs = () if replicas is None else replicas.outputs
