@@ -138,7 +138,6 @@ REPLICAS = {
     "half batches": _replicas("Overlap", half_batches=True),
     "gossip": _replicas("Gossip"),
     "gossip late": _replicas("Gossip", overlap=1),
-    "gossip at own pace": _replicas("Gossip", overlap=None),
     "diloco": _replicas("Outer", every=30),
     "diloco streaming": _replicas("Outer", every=30, fragments=3, delay=5),
     "sparseloco": _replicas("Outer", every=30, lr=1.0, momentum=0.0, codec="topk2bit", delay=5),

@@ -9,13 +9,6 @@ has half of them. All train at the rate at which synchronous training (``sync``)
 and number of replicas; with ``--way-rates`` all others at the one of those at which each is best itself. The *gap* is
 the loss less that of ``sync``. Losses are those after all replicas have met; *apart* is how far the replica that is
 furthest from their mean was before, by norms.
-
-    python bench/replicas_loss.py --replicas 4 --width 64 --depth 3 --steps 300 --seeds 0 --rates 2e-3,4e-3 --slow 3
-
-compares after equal time where the last replica takes three times as long for a step as the others. Time is simulated:
-in each of ``--steps`` ticks every replica but the slow one makes a step, that one in every third, and all meet in a
-barrier. It is the bench's own: where a replica waited for another within its step, this would hang. Synchronous
-training, whose steps are the same on any ranks, runs on one with the batch of all.
 """
 
 from __future__ import annotations
@@ -56,7 +49,7 @@ class Way(NamedTuple):
     """Calls of ``optimizer.step()`` per step, each with as large a part of the batch."""
 
 
-SYNC, OWN_PACE = "sync", "gossip at own pace"
+SYNC = "sync"
 WAYS = {
     SYNC: Way(lambda: None),
     "overlap": Way(Overlap),
@@ -66,7 +59,6 @@ WAYS = {
     "gossip late": Way(lambda: Gossip(overlap=1)),
     "gossip int8": Way(lambda: Gossip(codec="int8")),
     "gossip int4": Way(lambda: Gossip(codec="int4")),
-    OWN_PACE: Way(lambda: Gossip(overlap=None)),
     "diloco": Way(lambda: Outer(sync_steps=60)),
     "local steps": Way(lambda: Outer(every=4, sync_steps=60, lr=1, momentum=0)),
     "local steps onebit": Way(lambda: Outer(every=4, sync_steps=60, lr=1, momentum=0, codec="onebit", decay=1)),
@@ -84,8 +76,6 @@ class Job(NamedTuple):
     ranks: int
     sequences: int
     """Of each rank, per step."""
-    slow: int = 1
-    """How many ticks a step of the last rank takes."""
 
 
 def run(job: Job, size: tuple[int, int], seed: int) -> dict[str, float]:
@@ -94,7 +84,7 @@ def run(job: Job, size: tuple[int, int], seed: int) -> dict[str, float]:
     Returns:
         On every rank the held-out loss, how far replicas were apart, seconds, and bytes per step.
     """
-    name, steps, rate, _, sequences, slow = job
+    name, steps, rate, _, sequences = job
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     warnings.simplefilter("ignore")  # of a model in one shard
@@ -109,10 +99,6 @@ def run(job: Job, size: tuple[int, int], seed: int) -> dict[str, float]:
     for step in range(1, steps + 1):
         for group in trainer.optimizer.param_groups:
             group["lr"] = learning_rate(step, steps) / LEARNING_RATE * rate
-        if slow > 1:
-            dist.barrier()
-            if rank == world - 1 and step % slow:
-                continue
         starts = torch.randint(len(text.train) - LENGTH, (sequences,), generator=draws, device="cpu")
         for part in starts.chunk(way.halves):
             trainer.step(data.windows(text.train, part, LENGTH), clip=CLIP)
@@ -161,7 +147,6 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=8, help="of all replicas, per step (%(default)s)")
     parser.add_argument("--width", type=int, default=128, help="of the model (%(default)s)")
     parser.add_argument("--depth", type=int, default=5, help="of the model (%(default)s)")
-    parser.add_argument("--slow", type=int, default=1, help="how many times as long the last replica takes for a step")
     parser.add_argument(
         "--json", type=Path, help="where figures are written, run by run; those there are not run again"
     )
@@ -189,31 +174,11 @@ def main() -> None:
     def best(*runs: dict[str, float]) -> dict[str, float]:
         return min(runs, key=lambda each: each["loss"])
 
-    def after_equal_time(replicas: str) -> None:
-        """Print the losses of all that can be done about a slow replica."""
-        n, slow = int(replicas), options.slow
-        shown: dict[str, dict[str, dict[str, float]]] = {}
-        part = options.sequences // n
-        ways = {
-            "sync: all wait": Job(SYNC, options.steps // slow, 0.0, 1, n * part),
-            "sync without the slow one": Job(SYNC, options.steps, 0.0, 1, (n - 1) * part),
-            OWN_PACE: Job(OWN_PACE, options.steps, 0.0, n, part, slow),
-        }
-        for seed in options.seeds.split(","):
-            for way, job in ways.items():
-                tried = [measured(replicas, seed, job._replace(rate=rate)) for rate in rates]
-                shown.setdefault(way, {})[seed] = best(*tried)
-        print(f"\n{replicas} replicas, {options.steps} ticks, the last replica {slow} times as slow")
-        show(shown, shown["sync: all wait"])
-
     def show(runs: dict[str, dict[str, dict[str, float]]], exact: dict[str, dict[str, float]]) -> None:
         head = ("way", "held-out loss, by seed", "rate", "gap", "apart", "MB per step", "seconds")
         print(table(head, *((name, *row(each, exact)) for name, each in runs.items())), flush=True)
 
     for replicas in options.replicas.split(","):
-        if options.slow > 1:
-            after_equal_time(replicas)
-            continue
         shown: dict[str, dict[str, dict[str, float]]] = {name: {} for name in dict.fromkeys([SYNC, *asked])}
         n = int(replicas)
         synchronous = Job(SYNC, options.steps, 0.0, n, options.sequences // n)

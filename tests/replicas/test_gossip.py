@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +12,7 @@ from torch.optim import SGD, AdamW
 
 import yafsdp_cc
 from tests.models import WIDTH, Mlp
-from tests.ranks import on_ranks, ranks
+from tests.ranks import ranks
 from tests.replicas.test_overlap import Branches, batch, branches_loss, mesh_of, sharded, train
 from tests.soak import also
 from tests.twins import numbers, seeded, square, whole
@@ -146,86 +143,6 @@ def _check_sum(world: int) -> None:
         yafsdp_cc.synchronize_replicas(model)
         torch.testing.assert_close(flat(model), truth, rtol=0, atol=3e-7)
         assert gossip._push_weight.item() == 1.0
-
-
-@pytest.mark.parametrize(("world", "codec"), [(2, None), (4, None), (4, "int4")])
-def test_replicas_at_their_own_pace_keep_the_sums(world: int, codec: str | None) -> None:
-    for apart in on_ranks(world, _at_own_pace, codec)[1:]:
-        assert apart > 0.0  # nobody was held up by the slow one: what it had made was not all there yet
-
-
-def _at_own_pace(codec: str | None) -> float:
-    """The last replica makes four steps while each other makes more, twice; return how far it was from their mean."""
-    rank, world, rate = dist.get_rank(), dist.get_world_size(), 0.01
-    model, gossip = seeded(Mlp), Gossip(overlap=None, codec=codec)
-    yafsdp_cc.join_replicas(model, mesh_of(world, 1)["replicate"], gossip)
-    optimizer = SGD(model.parameters(), lr=rate)
-    total = flat(model).double()
-    is_slow = rank == world - 1
-    for _ in range(2):
-        moved = torch.zeros_like(total)
-        for step in range(4 if is_slow else 12 + rank):
-            time.sleep(0.03 if is_slow else 0.01)
-            push_gradient(model, step)
-            moved -= rate * torch.cat([each.grad.flatten() for each in model.parameters() if each.grad is not None])
-            optimizer.step()
-            assert gossip._push_weight >= 1 / 4
-        own = flat(model)
-        yafsdp_cc.synchronize_replicas(model)
-        dist.all_reduce(moved)
-        total += moved / world
-        torch.testing.assert_close(flat(model), total.float(), rtol=0, atol=1e-6)
-        assert gossip._push_weight.item() == 1.0  # which finish has compared with the sum over replicas
-    return (own - flat(model)).norm().item()
-
-
-@ranks(4)
-def test_ranks_of_a_replica_at_its_own_pace_add_the_same(tmp_path: Path) -> None:
-    mesh, rank = mesh_of(2, 2), dist.get_rank()
-    gossip = Gossip(overlap=None)
-    model = yafsdp_cc.shard(seeded(Mlp), mesh=mesh, sync=gossip)
-    optimizer = AdamW(model.parameters(), **ADAMW)
-    for step in range(3 + 4 * (rank // 2)):
-        time.sleep(0.01 * rank)
-        train(model, optimizer, range(step, step + 1))
-        local = zip(gossip.locals(), model.parameters(), strict=True)
-        replicated = [each.flatten() for each, parameter in local if each.numel() == parameter.numel()]
-        own = torch.cat([*replicated, gossip._push_weight[None]])
-        assert len(own) > 1
-        both = [torch.empty_like(own) for _ in range(2)]
-        dist.all_gather(both, own, mesh.get_group("shard"))
-        assert torch.equal(*both)
-    yafsdp_cc.save(tmp_path / "checkpoint", model, optimizer)
-    loaded = seeded(Mlp, seed=1)
-    yafsdp_cc.load(tmp_path / "checkpoint", loaded)
-    assert torch.equal(flat(loaded), shown_by(model))
-    train(model, optimizer, range(1 + rank // 2))
-    yafsdp_cc.load(tmp_path / "checkpoint", model, optimizer)  # what is on its way then is dropped
-    assert torch.equal(flat(loaded), shown_by(model))
-
-
-@pytest.mark.parametrize("waits", [False, True])
-def test_a_replica_that_stops_is_named(waits: bool) -> None:
-    _check_stopped(waits=waits)
-
-
-@ranks(2, patience=1.0)
-def _check_stopped(waits: bool) -> None:
-    model = seeded(Mlp)
-    yafsdp_cc.join_replicas(model, mesh_of(2, 1)["replicate"], Gossip(overlap=None))
-    optimizer = SGD(model.parameters(), lr=0.01)
-    push_gradient(model, 0)
-    optimizer.step()
-    if dist.get_rank() == 1:
-        act = (lambda: yafsdp_cc.synchronize_replicas(model)) if waits else optimizer.step
-        with pytest.raises(RuntimeError, match=r"replica 0 \(rank 0\) has ended or hangs"):
-            _go_on(act)
-
-
-def _go_on(act: Callable[[], Any]) -> None:
-    while True:
-        act()
-        time.sleep(0.01)
 
 
 @ranks(2)

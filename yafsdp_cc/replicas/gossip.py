@@ -14,11 +14,6 @@ been everywhere after log₂ n steps. With ``overlap`` 1 the message of step k i
 x and w is always in flight, w settles near 2/3, and an update of x by the optimizer is one of z by about 1.5 times as
 much.
 
-**Each at its own pace.** Without an ``overlap`` the step k above is the sender's own, and a replica sends nothing where
-the peer has not taken the last message on this edge, or w < 1/2: one that gives half in every step and gets little in
-return would soon move its z by many times the update. All replicas end such a phase together: each sends an end behind
-its last message, and receives until there is one on every edge.
-
 **Encoded messages.** A message of x / 2 itself would lose as much in every step, however near replicas are. So sender
 and receiver both keep an estimate h of the sender's z on each edge of the graph, and a message holds what is missing:
 
@@ -49,32 +44,24 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from yafsdp_cc.compression import error_feedback
 from yafsdp_cc.compression.codec import BLOCK, codec_of
 from yafsdp_cc.compression.error_feedback import EF21, Residual, lost_share
-from yafsdp_cc.ranks.groups import new_group, timeout_of
-from yafsdp_cc.replicas.messages import PeerMailbox, PeerMessage, agreed
+from yafsdp_cc.replicas.messages import PeerMessage
 from yafsdp_cc.replicas.optimizer_state import mean_state, write_state
 from yafsdp_cc.replicas.sync import LocalBuffer, ReplicaSync, sum_over
 
 if TYPE_CHECKING:
-    from torch import nn
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
 
 _NO_STEP = -1
 """Value in place of a step's number from a replica that makes no more steps before all replicas meet."""
 _COUNTED = 1 << 20
 """Steps are counted modulo this in headers, which are fp32."""
-_LEAST_TO_SHARE = 0.5
-"""Push-sum weight w below which a replica at its own pace sends nothing."""
 _ROUNDING = 1e-3
 """Largest deviation of the mean push-sum weight from 1 by rounding; a lost message causes more, up to 250 replicas."""
-
-
 _MOST_LOST = 1 / 32
 """Largest share of a message, as ``lost_share`` measures it, that a codec may lose."""
 
@@ -85,21 +72,16 @@ class Gossip(ReplicaSync):
     The loop stays as it is: ``loss.backward()``, ``optimizer.step()``. Replicas have weights and optimizer states of
     their own, near each other; ``.grad`` is the replica's own mean gradient. ``synchronize_replicas`` and ``save`` give
     all of them the exact mean of the weights and of the optimizer's state: before them a state dict holds only the
-    replica's own. Every replica must call ``optimizer.step()`` equally often unless ``overlap`` is None: a slow one
-    delays the one that it sends to, in the same step with ``overlap=0`` and in the next one with ``overlap=1``.
-
-    With ``overlap=None`` each replica goes at its own pace, and waits for others only in ``synchronize_replicas`` or
-    ``save``, which all must call equally often. A replica that has sent nothing for as long as the process group waits
-    is an error that names it. Messages go over gloo, through host memory.
+    replica's own. Every replica must call ``optimizer.step()`` equally often: a slow one delays the one that it sends
+    to, in the same step with ``overlap=0`` and in the next one with ``overlap=1``.
 
     Buffers, for each element of a shard, in bytes: exact, 12 (biased weights, a message there and back); encoded, 8
-    (biased weights and a scratch buffer), 8 for each edge of a rank (⌈log₂ n⌉), and messages. With ``overlap=None``
-    each edge has a message there and back.
+    (biased weights and a scratch buffer), 8 for each edge of a rank (⌈log₂ n⌉), and messages.
 
     Args:
         graph: who sends to whom: ``"exponential"``, or ``"ring"``, always to the next replica, where links to others
             are slow. Around a ring a value takes n - 1 steps.
-        overlap: steps after which a message is waited for: 0, within its step; 1, in the next one; None: never.
+        overlap: steps after which a message is waited for: 0, within its step; 1, in the next one.
         codec: codec of messages (``"int8"``, ``"int4"``, ...), which hold differences; None: exact, in fp32.
 
     Raises:
@@ -107,32 +89,20 @@ class Gossip(ReplicaSync):
     """
 
     def __init__(
-        self, graph: Literal["exponential", "ring"] = "exponential", overlap: int | None = 0, codec: str | None = None
+        self, graph: Literal["exponential", "ring"] = "exponential", overlap: int = 0, codec: str | None = None
     ) -> None:
         super().__init__()
         if graph not in _GRAPHS:
             raise ValueError(f"there is no graph {graph!r}, only {', '.join(_GRAPHS)}")
-        if overlap not in (0, 1, None):
-            raise ValueError(
-                f"overlap={overlap}: 0 waits for messages in their step, 1 in the next one, None does not wait"
-            )
+        if overlap not in (0, 1):
+            raise ValueError(f"overlap={overlap}: 0 waits for messages in their step, 1 in the next one")
         if codec is not None:
             codec_of(codec, BLOCK)
         self.graph, self.overlap, self.codec = graph, overlap, codec
         self._steps = 0
         """Number of steps since all replicas had the same weights."""
-        self._mailboxes: list[PeerMailbox] = []
-        """Mailbox of each edge, if each replica goes at its own pace."""
-        self._of_replica: dist.ProcessGroup | None = None
-        """Process group of this replica's ranks, which must agree on the messages that have arrived."""
         self._is_in_flight = False
         self._versions: list[int] = []
-
-    def connect(self, model: nn.Module, mesh: DeviceMesh | None) -> None:
-        own = self.members
-        super().connect(model, mesh)
-        if self.overlap is None and len(own) > 1:
-            self._of_replica = new_group(own, timeout_of(self.comm.group), "gloo")
 
     def prepare(self) -> None:
         like = self.locals()
@@ -149,31 +119,20 @@ class Gossip(ReplicaSync):
                 f"{most:.1%} grow among {self.comm.world} replicas: take int4 or int8"
             )
         self._content = _Exact(self._biased) if self.codec is None else _Encoded(self._biased, self.codec, edges)
-        if self.overlap is None and self.comm.world > 1:
-            # mailboxes need a group of their own: their pending receives must not match other messages
-            group = new_group(dist.get_process_group_ranks(self.comm.group), timeout_of(self.comm.group), "gloo")
-            self._mailboxes = [
-                PeerMailbox(group, *self._peers(edge), self._content.message(), self._content.message())
-                for edge in range(edges)
-            ]
-        else:
-            self._message = PeerMessage(self.comm, self._content.message(), self._content.message())
+        self._message = PeerMessage(self.comm, self._content.message(), self._content.message())
         self._restart()
 
     def planned_bytes(self) -> int:
-        """Return the bytes that this rank sends per step, at most."""
-        return self._messages()[0].sent_bytes() if self.comm.world > 1 else 0
+        """Return the bytes that this rank sends per step."""
+        return self._message.sent_bytes() if self.comm.world > 1 else 0
 
     def memory(self) -> Mapping[str, int]:
         named = {
             "biased weights": self._biased.nbytes + self._push_weight.nbytes,
-            "messages to and from peers": sum(each.nbytes for each in self._messages()),
+            "messages to and from peers": self._message.nbytes,
             "estimates of peers": self._content.nbytes,
         }
         return {name: nbytes for name, nbytes in named.items() if nbytes}
-
-    def _messages(self) -> Sequence[PeerMailbox | PeerMessage]:
-        return self._mailboxes or [self._message]
 
     # Around a step -------------------------------------------------------------------------------------------------
 
@@ -190,34 +149,8 @@ class Gossip(ReplicaSync):
             before = (biased / self._push_weight).to(local.dtype)
             biased.add_(local).sub_(before)
         step, self._steps = self._steps, self._steps + 1
-        if self.overlap is None:
-            self._exchange_at_own_pace(step)
-        else:
-            self._exchange(step)
+        self._exchange(step)
         self._show()
-
-    def _exchange_at_own_pace(self, step: int) -> None:
-        """Send a message if one can be sent, and receive those that have arrived."""
-        edge = step % len(self._mailboxes)
-        flags = [self._mailboxes[edge].can_send(), *(each.has_come() for each in self._mailboxes)]
-        can_send, *have_come = agreed(flags, self._of_replica)
-        if can_send and self._push_weight >= _LEAST_TO_SHARE:
-            self._push(edge, self._mailboxes[edge].sent)
-            self._mailboxes[edge].send(self._push_weight.item())
-        for edge, has_come in enumerate(have_come):
-            if has_come:
-                self._take(edge)
-
-    def _take(self, edge: int) -> bool:
-        """Wait for a message on an edge and add it to this rank's weights; return False if it is the end."""
-        mailbox = self._mailboxes[edge]
-        number = mailbox.receive()
-        if number is None:
-            return False
-        self._check_weight(number)
-        self._receive(edge, torch.tensor(number, device=self.device), mailbox.received)
-        mailbox.release()
-        return True
 
     def _exchange(self, step: int) -> None:
         """Send a message, and receive the one of this step, or of the step before."""
@@ -259,11 +192,7 @@ class Gossip(ReplicaSync):
                 "weights): every replica must call optimizer.step() equally often, a GradScaler that skips a step on "
                 "one of them included"
             )
-        if step != _NO_STEP:
-            self._check_weight(weight)
-
-    def _check_weight(self, weight: float) -> None:
-        if not weight > 0:
+        if step != _NO_STEP and not weight > 0:
             raise RuntimeError(
                 f"a replica has sent a push-sum weight of {weight}, which is not positive: data was lost"
             )
@@ -312,15 +241,6 @@ class Gossip(ReplicaSync):
 
     def _complete(self) -> None:
         """Receive all messages in flight, and check that all replicas have made the same steps."""
-        if self.overlap is None:
-            for mailbox in self._mailboxes:
-                mailbox.send_end()
-            for edge in range(len(self._mailboxes)):
-                while self._take(edge):
-                    pass
-            for mailbox in self._mailboxes:
-                mailbox.reopen()
-            return
         if self._is_in_flight:
             self._wait(self._steps - 1)
             self._receive_message(self._steps - 1)
@@ -330,9 +250,7 @@ class Gossip(ReplicaSync):
         self._check_header(_NO_STEP)
 
     def load_state(self, state: Mapping[str, Sequence[Tensor]]) -> None:
-        if self.overlap is None:
-            self._complete()
-        elif self._is_in_flight:
+        if self._is_in_flight:
             self._message.wait()
         self._restart()
 

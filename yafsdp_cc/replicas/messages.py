@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch._C._distributed_c10d import AllToAllOptions
 
 from yafsdp_cc.compression import error_feedback
 from yafsdp_cc.compression.codec import BLOCK, codec_of
 from yafsdp_cc.compression.error_feedback import Residual
 from yafsdp_cc.engine.streams import comm_stream
-from yafsdp_cc.ranks.groups import timeout_of
 from yafsdp_cc.replicas.sync import LocalBuffer, sum_over
 
 if TYPE_CHECKING:
@@ -24,11 +20,7 @@ if TYPE_CHECKING:
     from yafsdp_cc.compression.codec import Codec
     from yafsdp_cc.engine.communicator import Communicator, Works
 
-_HEADER_TAG, _DATA_TAG, _RECEIPT_TAG = 3, 4, 5
-_NOT_THERE = math.nan
-"""Value in a header until the message arrives."""
-_END = -1.0
-"""Value in place of a message's number: no more messages for now."""
+_HEADER_TAG, _DATA_TAG = 3, 4
 
 
 class BackgroundSum:
@@ -182,155 +174,3 @@ class PeerMessage:
         options.asyncOp = async_op
         work = group.alltoall_base(received, sent, theirs, ours, options)
         return [] if work is None else [work]
-
-
-class PeerMailbox:
-    """Sends buffers to one replica and receives others from another, each at its own pace: no step waits.
-
-    At most one message each way is in flight. The receiver owns an arrived message until it calls ``release``, which
-    sends a receipt; until the receipt arrives the sender's buffer is in use. A header that follows the data shows in
-    memory that the data has arrived: gloo tells that an operation is over only to a thread that waits, and such a
-    thread would keep the process from ending. Messages go over gloo, those of a GPU through host memory.
-
-    Args:
-        group: a gloo group.
-        sent, received: contiguous buffers, equally long.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, to: int, source: int, sent: Tensor, received: Tensor) -> None:
-        self.sent, self.received = sent, received
-        self._group, self._to, self._source = group, to, source
-        timeout = timeout_of(group)
-        self._patience = math.inf if timeout is None else timeout.total_seconds()
-        self._host_sent, self._host_received = (_in_host_memory(each).view(-1) for each in (sent, received))
-        numbers = torch.full((5, 2), _NOT_THERE, dtype=torch.float32, device="cpu").unbind()
-        self._sent_header, self._sent_end, self._received_header, self._sent_receipt, self._received_receipt = numbers
-        self._sends: list[dist.Work] = []
-        """Sends of the message whose receipt has not arrived."""
-        self._receipt: dist.Work | None = None
-        self._sent_count = self._received_count = 0
-        self._looked = self._silence = 0.0
-        """Time when this rank last looked for a message, and the seconds that it has looked in vain."""
-        self._is_ended = False
-        self._receives = [group.recv([self._host_received], source, _DATA_TAG), self._receive_header()]
-
-    def can_send(self) -> bool:
-        """Return whether the buffer ``sent`` may be overwritten: the peer has taken the last message."""
-        return not self._sends or not self._received_receipt[0].isnan()
-
-    def send(self, weight: float) -> None:
-        """Send the buffer ``sent`` to the peer, with ``weight`` in the header; only while ``can_send`` is true."""
-        self._wait_sent()
-        if not self.sent.is_cpu:
-            self._host_sent.copy_(self.sent.view(-1))
-        self._received_receipt.fill_(_NOT_THERE)
-        receipt = self._group.recv([self._received_receipt], self._to, _RECEIPT_TAG)
-        self._sent_header[0], self._sent_header[1] = self._sent_count, weight
-        data = self._group.send([self._host_sent], self._to, _DATA_TAG)
-        self._sends = [data, self._group.send([self._sent_header], self._to, _HEADER_TAG), receipt]
-        self._sent_count += 1
-
-    def has_come(self) -> bool:
-        """Return whether there is a message to ``receive``.
-
-        Raises:
-            RuntimeError: the source has sent nothing for as long as the group waits.
-        """
-        if self._is_ended:
-            return False
-        if not self._received_header[0].isnan():
-            return True
-        now = time.monotonic()
-        # cap each interval, so that a pause of all ranks (a suspended job) does not count as silence
-        self._silence += min(now - self._looked, self._patience / 10)
-        self._looked = now
-        if self._silence > self._patience:
-            raise RuntimeError(f"{self._name(self._source)} has ended or hangs: no message for {self._patience:g} s")
-        return False
-
-    def receive(self) -> float | None:
-        """Wait for a message in ``received``, and return the ``weight`` that was sent with it; None for the end.
-
-        Raises:
-            RuntimeError: the source has ended, or has sent nothing for as long as the group waits.
-        """
-        if self._is_ended:
-            return None
-        header, data = self._receives[1], self._receives[0]
-        self._wait(header, self._source)
-        number, weight = self._received_header.tolist()
-        self._silence = 0.0
-        if number == _END:  # an end has no data: the receive that is posted takes those of the next message
-            self._is_ended = True
-            self._receives[1] = self._receive_header()
-            return None
-        if number != self._received_count:
-            raise RuntimeError(
-                f"{self._name(self._source)} has sent message {number:.0f}, and {self._received_count} was due"
-            )
-        self._wait(data, self._source)
-        if not self.received.is_cpu:
-            self.received.view(-1).copy_(self._host_received)
-        return float(weight)
-
-    def release(self) -> None:
-        """Allow the next message to overwrite ``received``, after one was received."""
-        self._received_count += 1
-        self._receives = [self._group.recv([self._host_received], self._source, _DATA_TAG), self._receive_header()]
-        if self._receipt is not None:
-            self._wait(self._receipt, self._source)
-        self._sent_receipt.fill_(0.0)
-        self._receipt = self._group.send([self._sent_receipt], self._source, _RECEIPT_TAG)
-
-    def send_end(self) -> None:
-        """Send the end, behind all messages in flight: no more messages before ``reopen``."""
-        self._sent_end.fill_(_END)
-        self._end = self._group.send([self._sent_end], self._to, _HEADER_TAG)
-
-    def reopen(self) -> None:
-        """Wait until all messages, ``send_end`` included, have been received, and start anew, as the source must,
-        too."""
-        self._wait(self._end, self._to)
-        self._wait_sent()
-        self._sent_count = self._received_count = 0
-        self._silence, self._is_ended = 0.0, False
-
-    def sent_bytes(self) -> int:
-        """Return the bytes that this rank sends per message, with a receipt for one that it receives."""
-        return self.sent.nbytes + self._sent_header.nbytes + self._sent_receipt.nbytes
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the buffers ``sent`` and ``received``, without copies in host memory of those on a GPU."""
-        return self.sent.nbytes + self.received.nbytes
-
-    def _receive_header(self) -> dist.Work:
-        self._received_header.fill_(_NOT_THERE)
-        return self._group.recv([self._received_header], self._source, _HEADER_TAG)
-
-    def _wait_sent(self) -> None:
-        for work in self._sends:
-            self._wait(work, self._to)
-        self._sends = []
-
-    def _wait(self, work: dist.Work, peer: int) -> None:
-        try:
-            work.wait()
-        except RuntimeError as error:
-            raise RuntimeError(f"{self._name(peer)} has ended or hangs: {error}") from error
-
-    def _name(self, peer: int) -> str:
-        return f"replica {peer} (rank {dist.get_global_rank(self._group, peer)})"
-
-
-def _in_host_memory(buffer: Tensor) -> Tensor:
-    return buffer if buffer.is_cpu else torch.empty_like(buffer, device="cpu", pin_memory=True)
-
-
-def agreed(flags: Sequence[bool], group: dist.ProcessGroup | None) -> list[bool]:
-    """Return which flags are set on all ranks of ``group``, a gloo group; None: this rank is alone."""
-    if group is None:
-        return list(flags)
-    everywhere = torch.tensor(flags, dtype=torch.int32, device="cpu")
-    dist.all_reduce(everywhere, dist.ReduceOp.MIN, group)
-    return [bool(each) for each in everywhere.tolist()]
