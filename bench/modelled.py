@@ -74,7 +74,7 @@ def begin(rank: int, world: int, fabric: Fabric, device: str) -> Traffic:
 
     dist.Backend.register_backend(BACKEND, group, extended_api=True, devices=["cpu", "cuda"])
     # ``shard`` asks a backend for CUDA who has sent what, and here all ranks send what this one does.
-    assembly._check_trial_exchange = lambda *_: None
+    assembly.check_trial_exchange = lambda *_: None
     dist.init_process_group(BACKEND, store=HashStore(), rank=rank, world_size=world, timeout=_FOREVER)
     return traffic
 

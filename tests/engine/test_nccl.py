@@ -31,8 +31,7 @@ from yafsdp_cc.engine.communicator import CommContext, Communicator, ScratchBuff
 from yafsdp_cc.engine.param import Divisor, ShardedGrad
 from yafsdp_cc.engine.replicated import ReplicatedParams, usage_flags
 from yafsdp_cc.engine.streams import comm_stream
-from yafsdp_cc.sharding.assembly import _check_trial_exchange
-from yafsdp_cc.sharding.links import refused_over_store
+from yafsdp_cc.sharding.links import check_trial_exchange, refused_over_store
 
 WORLDS = [2, 3, 4, 6, 7, 8, 16, 17, 24, 31, 47, 64, also(128), also(256), 512]
 MANY = [2, 3, 7, 8, 24, 47, also(128), also(512)]
@@ -80,7 +79,7 @@ def new_store() -> dist.HashStore:
 
 def tries(store: dist.HashStore, rank: Any) -> str:
     comm = Communicator(rank, CPU)
-    _check_trial_exchange([(comm, comm)], None, refused_over_store(store, "trial", comm.rank, comm.world))
+    check_trial_exchange([(comm, comm)], None, refused_over_store(store, "trial", comm.rank, comm.world))
     comm.all_reduce(torch.ones(comm.world), False)  # what comes next: it hangs where some ranks alone have raised
     return "works"
 
@@ -168,7 +167,7 @@ def test_a_backend_that_raises_on_one_rank(monkeypatch: pytest.MonkeyPatch) -> N
         if comm.rank == 2:
             # One rank alone is to fail, before it meets the others.
             comm.all_gather = no_device  # type: ignore[method-assign]
-        _check_trial_exchange([(comm, comm)], None, refused_over_store(store, "trial", comm.rank, comm.world))
+        check_trial_exchange([(comm, comm)], None, refused_over_store(store, "trial", comm.rank, comm.world))
 
     def no_device(*_: Any, **__: Any) -> Any:
         raise RuntimeError("no such device")

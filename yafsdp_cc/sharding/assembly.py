@@ -21,7 +21,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.distributed.distributed_c10d import _get_default_store
 
 from yafsdp_cc.engine.buffers import Buffer, BufferPool
-from yafsdp_cc.engine.collectives import CollectiveFingerprint, ExactReduceScatter
+from yafsdp_cc.engine.collectives import CollectiveFingerprint
 from yafsdp_cc.engine.communicator import CommContext, Communicator, ScratchBuffers
 from yafsdp_cc.engine.hierarchy import Replicas
 from yafsdp_cc.engine.param import UnshardedParams, unsharded_bytes, unsharded_grad_bytes
@@ -36,7 +36,7 @@ from yafsdp_cc.ranks.checks import refused_together
 from yafsdp_cc.ranks.groups import backend_of, group_once, new_group, timeout_of
 from yafsdp_cc.ranks.mesh import all_groups
 from yafsdp_cc.sharding.collectives import CustomAllGather, CustomReduceScatter, SecondaryAllGather
-from yafsdp_cc.sharding.links import probe_links, refused_over_store
+from yafsdp_cc.sharding.links import check_trial_exchange, probe_links, refused_over_store
 from yafsdp_cc.sharding.status import describe
 from yafsdp_cc.sharding.units import ROOT, TAKE_TURNS
 from yafsdp_cc.sharding.watch import watch
@@ -48,8 +48,6 @@ from yafsdp_cc.tensor.shown import sharded_as
 from yafsdp_cc.tensor.unsharded import StayUnsharded
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
     from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -213,7 +211,7 @@ def _make_context(
     replica_comm = None if replicas is None else Communicator(replicas, device)
     infos = {spec.info.mesh: spec.info for spec in reversed(specs)}
     comms = {mesh: _communicators(each, separate=separate) for mesh, each in infos.items()}
-    _check_trial_exchange(list(comms.values()), replica_comm, verdict)
+    check_trial_exchange(list(comms.values()), replica_comm, verdict)
     gather_comm, reduce_comm = comms[info.mesh]
     gather_stream = _stream(streams, "all-gather", device)
     reduce_stream = gather_stream if reduce_comm is gather_comm else _stream(streams, "reduce", device)
@@ -283,107 +281,6 @@ def _derived_group(info: MeshInfo, size: int) -> dist.ProcessGroup:
     members = dist.get_process_group_ranks(group)[first : first + size]
     timeout = timeout_of(group)  # that of the shard group, not torch's default
     return group_once(group, size, lambda: new_group(members, timeout))
-
-
-def _check_trial_exchange(
-    comms: Sequence[tuple[Communicator, Communicator]],
-    replicas: Communicator | None,
-    verdict: AbstractContextManager[None],
-) -> None:
-    """Send a few numbers the way that weights and gradients will go, on backends that may not support it.
-
-    The exchange also makes NCCL's communicators, on every rank in the same order and while nothing else is in flight.
-
-    Args:
-        comms: communicators of all-gathers and of reduces, for each mesh.
-        replicas: communicator of sums over replicas; None without replicas.
-        verdict: context that raises an error of one rank on all ranks; unused if nothing is sent.
-
-    Raises:
-        ValueError: the exchange fails, or wrong numbers arrive, on any rank.
-    """
-    tried = [(gather, reduce) for gather, reduce in comms if gather.world > 1 or replicas is not None]
-    if all(gather.is_gloo and gather.device.type == "cpu" for gather, _ in tried):
-        return
-    with verdict:
-        # try all communicators before a rank raises, or the others would wait for it in the next one
-        dtypes = (torch.float32, torch.bfloat16)
-        errors = [_try_exchange(gather, reduce, dtype) for gather, reduce in tried for dtype in dtypes]
-        if replicas is not None:
-            errors.append(_try_all_reduce(replicas))
-        if any(errors):
-            raise ValueError("; ".join(filter(None, errors)) + ": a broken backend?")
-
-
-def _trial_numbers(comm: Communicator) -> tuple[Tensor, Tensor]:
-    """Return this rank's summands of a trial sum, and the right sum, [world, n] fp32: a row for each chunk.
-
-    NCCL adds in the dtype that is sent, and bf16 has no odd numbers above 256, so that sums of ones over more ranks
-    round or stop growing. In this sum each element counts at most 256 ranks. Two more elements are the index of the
-    chunk in base 128, each from one rank: the one that receives the chunk, and the next one.
-    """
-    world, rank = comm.world, comm.rank
-    counters = 30 + world // 256
-    ranks = torch.arange(world, device="cpu")
-    totals = torch.zeros(world, counters + 2, dtype=torch.float32, device="cpu")
-    totals[:, :counters] = torch.bincount(ranks % counters, minlength=counters)
-    totals[:, -2:] = torch.stack([ranks % 128 + 1, ranks // 128 + 1], dim=1)
-    before = (rank - 1) % world
-    mine = torch.zeros_like(totals)
-    mine[:, rank % counters].fill_(1)
-    mine[rank, -2], mine[before, -1] = totals[rank, -2], totals[before, -1]
-    return mine, totals
-
-
-@torch.no_grad()
-def _try_exchange(gather: Communicator, reduce: Communicator, dtype: torch.dtype) -> str:
-    """Sum and gather numbers that are exact in any order and dtype of addition; return the error, or ""."""
-    device, (mine, totals) = gather.device, _trial_numbers(gather)
-    grads = mine.to(device, dtype).view(-1)
-    gathered = torch.zeros_like(grads)
-    own = gather.own_chunk(gathered).copy_(totals[gather.rank])
-    trial = ExactReduceScatter(grads.numel(), dtype)
-    trial.bind(CommContext(reduce, ScratchBuffers(device), lambda kind, name: None))
-    try:
-        # Both collectives are issued for the current stream; some backends return works to wait for.
-        for work in (*gather.all_gather(gathered, own, async_op=False), *trial.start(grads, async_op=False)):
-            work.wait()
-        total, gathered = trial.finish_whole(grads).cpu(), gathered.cpu()
-    except RuntimeError as error:
-        raise _cannot_carry(gather, dtype, error) from error
-    wrong = _difference(gather, "sum", dtype, total, totals[gather.rank])
-    return wrong or _difference(gather, "all-gather", dtype, gathered, totals.view(-1))
-
-
-@torch.no_grad()
-def _try_all_reduce(replicas: Communicator) -> str:
-    """Sum trial numbers over replicas as the engine sums partial sums; return the difference as a text, or ""."""
-    mine, totals = _trial_numbers(replicas)
-    total = mine.to(replicas.device)
-    try:
-        for work in replicas.all_reduce(total, async_op=False):
-            work.wait()
-        total = total.cpu()
-    except RuntimeError as error:
-        raise _cannot_carry(replicas, total.dtype, error) from error
-    return _difference(replicas, "sum over replicas", total.dtype, total.view(-1), totals.view(-1))
-
-
-def _cannot_carry(comm: Communicator, dtype: torch.dtype, error: RuntimeError) -> ValueError:
-    return ValueError(
-        f"backend '{backend_of(comm.group, comm.device)}' cannot carry {dtype} tensors of {comm.device}: pass a mesh "
-        f"whose process group has NCCL for CUDA, one GPU per rank ({error})"
-    )
-
-
-def _difference(comm: Communicator, name: str, dtype: torch.dtype, found: Tensor, truth: Tensor) -> str:
-    wrong = (found != truth).nonzero().view(-1).tolist()
-    if not wrong:
-        return ""
-    return (
-        f"a trial {name} of {dtype} over {comm.world} ranks gave {found[wrong[0]].item()} rather than "
-        f"{truth[wrong[0]].item()} in element {wrong[0]}, and {len(wrong)} of {len(truth)} are wrong"
-    )
 
 
 def _make_groups(

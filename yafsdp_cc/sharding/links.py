@@ -1,4 +1,5 @@
-"""How fast the links between ranks are, and what is said over the store while it is unknown whether they work.
+"""Whether the links between ranks carry what the engine sends, how fast they are, and what is said over the store while
+that is unknown.
 
 Over slow links a communicator sends point-to-point messages (``communicator``).
 """
@@ -6,7 +7,7 @@ Over slow links a communicator sends point-to-point messages (``communicator``).
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -15,10 +16,17 @@ import torch
 import torch.distributed as dist
 
 from yafsdp_cc.engine.agreement import wait_for_key
-from yafsdp_cc.ranks.groups import slow_links
+from yafsdp_cc.engine.collectives import ExactReduceScatter
+from yafsdp_cc.engine.communicator import CommContext, ScratchBuffers
+from yafsdp_cc.ranks.groups import backend_of, slow_links
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from torch import Tensor
     from torch._C._distributed_c10d import Store
+
+    from yafsdp_cc.engine.communicator import Communicator
 
 PROBE_BYTES = 1 << 20
 """Bytes that each rank sends to the next one to measure a link."""
@@ -61,6 +69,107 @@ def _is_fast(group: dist.ProcessGroup) -> bool:
         if 8 * PROBE_BYTES / seconds.item() >= SLOW_LINK:
             return True
     return False
+
+
+def check_trial_exchange(
+    comms: Sequence[tuple[Communicator, Communicator]],
+    replicas: Communicator | None,
+    verdict: AbstractContextManager[None],
+) -> None:
+    """Send a few numbers the way that weights and gradients will go, on backends that may not support it.
+
+    The exchange also makes NCCL's communicators, on every rank in the same order and while nothing else is in flight.
+
+    Args:
+        comms: communicators of all-gathers and of reduces, for each mesh.
+        replicas: communicator of sums over replicas; None without replicas.
+        verdict: context that raises an error of one rank on all ranks; unused if nothing is sent.
+
+    Raises:
+        ValueError: the exchange fails, or wrong numbers arrive, on any rank.
+    """
+    tried = [(gather, reduce) for gather, reduce in comms if gather.world > 1 or replicas is not None]
+    if all(gather.is_gloo and gather.device.type == "cpu" for gather, _ in tried):
+        return
+    with verdict:
+        # try all communicators before a rank raises, or the others would wait for it in the next one
+        dtypes = (torch.float32, torch.bfloat16)
+        errors = [_try_exchange(gather, reduce, dtype) for gather, reduce in tried for dtype in dtypes]
+        if replicas is not None:
+            errors.append(_try_all_reduce(replicas))
+        if any(errors):
+            raise ValueError("; ".join(filter(None, errors)) + ": a broken backend?")
+
+
+def _trial_numbers(comm: Communicator) -> tuple[Tensor, Tensor]:
+    """Return this rank's summands of a trial sum, and the right sum, [world, n] fp32: a row for each chunk.
+
+    NCCL adds in the dtype that is sent, and bf16 has no odd numbers above 256, so that sums of ones over more ranks
+    round or stop growing. In this sum each element counts at most 256 ranks. Two more elements are the index of the
+    chunk in base 128, each from one rank: the one that receives the chunk, and the next one.
+    """
+    world, rank = comm.world, comm.rank
+    counters = 30 + world // 256
+    ranks = torch.arange(world, device="cpu")
+    totals = torch.zeros(world, counters + 2, dtype=torch.float32, device="cpu")
+    totals[:, :counters] = torch.bincount(ranks % counters, minlength=counters)
+    totals[:, -2:] = torch.stack([ranks % 128 + 1, ranks // 128 + 1], dim=1)
+    before = (rank - 1) % world
+    mine = torch.zeros_like(totals)
+    mine[:, rank % counters].fill_(1)
+    mine[rank, -2], mine[before, -1] = totals[rank, -2], totals[before, -1]
+    return mine, totals
+
+
+@torch.no_grad()
+def _try_exchange(gather: Communicator, reduce: Communicator, dtype: torch.dtype) -> str:
+    """Sum and gather numbers that are exact in any order and dtype of addition; return the error, or ""."""
+    device, (mine, totals) = gather.device, _trial_numbers(gather)
+    grads = mine.to(device, dtype).view(-1)
+    gathered = torch.zeros_like(grads)
+    own = gather.own_chunk(gathered).copy_(totals[gather.rank])
+    trial = ExactReduceScatter(grads.numel(), dtype)
+    trial.bind(CommContext(reduce, ScratchBuffers(device), lambda kind, name: None))
+    try:
+        # Both collectives are issued for the current stream; some backends return works to wait for.
+        for work in (*gather.all_gather(gathered, own, async_op=False), *trial.start(grads, async_op=False)):
+            work.wait()
+        total, gathered = trial.finish_whole(grads).cpu(), gathered.cpu()
+    except RuntimeError as error:
+        raise _cannot_carry(gather, dtype, error) from error
+    wrong = _difference(gather, "sum", dtype, total, totals[gather.rank])
+    return wrong or _difference(gather, "all-gather", dtype, gathered, totals.view(-1))
+
+
+@torch.no_grad()
+def _try_all_reduce(replicas: Communicator) -> str:
+    """Sum trial numbers over replicas as the engine sums partial sums; return the difference as a text, or ""."""
+    mine, totals = _trial_numbers(replicas)
+    total = mine.to(replicas.device)
+    try:
+        for work in replicas.all_reduce(total, async_op=False):
+            work.wait()
+        total = total.cpu()
+    except RuntimeError as error:
+        raise _cannot_carry(replicas, total.dtype, error) from error
+    return _difference(replicas, "sum over replicas", total.dtype, total.view(-1), totals.view(-1))
+
+
+def _cannot_carry(comm: Communicator, dtype: torch.dtype, error: RuntimeError) -> ValueError:
+    return ValueError(
+        f"backend '{backend_of(comm.group, comm.device)}' cannot carry {dtype} tensors of {comm.device}: pass a mesh "
+        f"whose process group has NCCL for CUDA, one GPU per rank ({error})"
+    )
+
+
+def _difference(comm: Communicator, name: str, dtype: torch.dtype, found: Tensor, truth: Tensor) -> str:
+    wrong = (found != truth).nonzero().view(-1).tolist()
+    if not wrong:
+        return ""
+    return (
+        f"a trial {name} of {dtype} over {comm.world} ranks gave {found[wrong[0]].item()} rather than "
+        f"{truth[wrong[0]].item()} in element {wrong[0]}, and {len(wrong)} of {len(truth)} are wrong"
+    )
 
 
 @contextmanager

@@ -155,7 +155,7 @@ def fake_ranks(
         dist: {"all_gather_object": _gather_alike},
         api: {"check_equal": lambda *_, **__: None},
         communicator: backend,
-        assembly: {**backend, "_check_trial_exchange": lambda *_: None, "probe_links": lambda *_: None},
+        assembly: {**backend, "check_trial_exchange": lambda *_: None, "probe_links": lambda *_: None},
     }
     if kind == "cuda":
         replaced[torch.cuda] = {"Stream": event, "Event": event, **cuda}
