@@ -38,12 +38,13 @@ def _finish(copied: Sequence[_Copied], finish: Callable[[Any], Any], output: Any
 
 
 def _contents(container: Any) -> dict[Any, Any]:
-    """Return what a list, dict or dataclass holds: by index, by key, or by the name of a field that has a value."""
+    """Return what a list, dict or dataclass holds: by index, by key, or by the name of a field or other attribute."""
     if isinstance(container, (list, deque)):
         return dict(enumerate(container))
     if isinstance(container, dict):
         return dict(container)
     names = [field.name for field in dataclasses.fields(container)]
+    names += [name for name in getattr(container, "__dict__", ()) if name not in names]
     return {name: getattr(container, name) for name in names if hasattr(container, name)}
 
 
