@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parent.parent
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)\s#]+)(?=[)#])")
+REFERENCE = re.compile(r"^\* `([\w.]+)`(?:: (.*(?:\n  .*)*))?$", re.MULTILINE)
+"""A line of ``docs/reference.md``: a module, and names in it with commas between them unless all of it is meant."""
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -37,11 +39,16 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Turn links to files of the repository into links to pages of the site."""
-    if page.file.src_uri.startswith("source/"):
+    is_source = page.file.src_uri.startswith("source/")
+    if is_source and not page.file.src_uri.endswith(".md.md"):
         return markdown
     if page.file.src_uri == "troubleshooting.md":
         markdown += _error_texts()
+    if page.file.src_uri == "reference.md":
+        markdown = REFERENCE.sub(_docstrings, markdown)
     origin = "README.md" if page.file.src_uri == "index.md" else f"docs/{page.file.src_uri}"
+    if is_source:
+        origin = page.file.src_uri.removeprefix("source/").removesuffix(".md")
     here = posixpath.dirname(page.file.src_uri)
 
     def on_site(link: re.Match[str]) -> str:
@@ -74,6 +81,12 @@ def _first_line(path: Path) -> str:
     if path.suffix == ".py":
         text = ast.get_docstring(ast.parse(text)) or ""
     return text.partition("\n")[0].removeprefix("# ")
+
+
+def _docstrings(line: re.Match[str]) -> str:
+    """Return what has mkdocstrings show the docstrings of a line of the reference."""
+    module, names = f"::: yafsdp_cc.{line[1]}", line[2]
+    return "\n".join(f"{module}.{name.strip()}" for name in names.split(",")) if names else module
 
 
 def _error_texts() -> str:

@@ -212,7 +212,7 @@ def _from_config(name: str, batch: int, sequence: int) -> Subject:
         import transformers
         from transformers import masking_utils
     except ImportError:
-        raise ValueError(f"{name!r} would be a Hugging Face config: pip install 'yafsdp_cc[hf]'") from None
+        raise ValueError(f"{name!r} would be a Hugging Face config: pip install transformers") from None
     path = Path(name)
     file = path / "config.json" if path.is_dir() else path
     if file.is_file():
