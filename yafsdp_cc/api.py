@@ -429,8 +429,9 @@ def fully_shard(
             ranges, so that no dimension has to be divisible. ``p.redistribute(placements=[Shard(dim)])`` has a
             ``to_local()`` in that layout.
         mp_policy: dtypes of the forward's weights and inputs, of gradients on the network, and of this module's output.
-        offload_policy, ignored_params: as of ``shard``. Offloaded parameters may be anywhere before; those of the meta
-            device go to the CPU, ``model.to_empty(device="cpu")``.
+        offload_policy: as of ``shard``. Offloaded parameters may be anywhere before; those of the meta device go to the
+            CPU, ``model.to_empty(device="cpu")``.
+        ignored_params: as of ``shard``.
         dp_mesh_dims: torch's ``DataParallelMeshDims``: which dimensions of ``mesh`` are data-parallel, where parameters
             are DTensors on all of its dimensions, and so are the forward's inputs. None: ``mesh`` is the data-parallel
             one. Parameters that are DTensors across other ranks are sharded further either way.
