@@ -281,6 +281,8 @@ class CompressedSum(Collective):
 
     def _feedback(self) -> Feedback:
         noise = None
+        if self.compression_error is not None:
+            self.compression_error.seen = True
         if self.residual is None:
             self.rounded += 1
             name = zlib.crc32(f"{self.flat.name}/{self.context.comm.rank}".encode())
