@@ -183,8 +183,15 @@ class CompressedSum(Collective):
             self._encoder.bind(self.context)
             self._make_residual()
 
+    def before_sum(self) -> None:
+        """Refuse a second sum in a step of the momentum form, and make ``exact_mean``: before a reduce is issued."""
+        if self.schedule.phase.encodes and self.momentum is not None and self.schedule.beta > 0:
+            self._refuse_second_sum()
+        if self.schedule.phase.keeps_exact:
+            self.reserve_exact_mean()
+
     def reserve_exact_mean(self) -> None:
-        """Make ``exact_mean`` unless it exists; the schedule calls this before a reduce is issued.
+        """Make ``exact_mean`` unless it exists.
 
         On CUDA its memory must belong to the caller's stream, because the optimizer frees it there.
         """
@@ -257,8 +264,6 @@ class CompressedSum(Collective):
         self._is_momentum = self._encodes and self.momentum is not None and schedule.beta > 0
         self._is_decoded = not self._encodes or self.estimate is None
         has_grad = any(param.parameter.grad is not None for param in self.flat.params)
-        if self._is_momentum and has_grad:
-            self._refuse_second_sum()
         self._adds_carried, self._added = encodes and self.carried_over is not None, []
         self._adds_exact = self.exact_mean is not None and has_grad
         if encodes or self._keeps_exact:

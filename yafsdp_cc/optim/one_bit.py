@@ -361,7 +361,8 @@ class OneBitOptimizer(Optimizer):
             if param is not None and state is None:
                 raise ValueError(
                     f"{name} was given '{param.spec.name}' of a model that fully_shard has sharded and that has "
-                    "not run yet: run a forward first, or take yafsdp_cc.shard(model, compression=...)"
+                    "not run yet: run a forward under torch.no_grad() first, or take yafsdp_cc.shard(model, "
+                    "compression=...)"
                 )
             schedule = None if state is None else CompressionSchedule.of(state)
             if param is None or state is None or schedule is None:
