@@ -336,6 +336,30 @@ def test_what_cannot_be_synchronized_is_refused() -> None:
     scaler.scale(plain(torch.ones(2)).sum()).backward()
     with pytest.raises(ValueError, match="a GradScaler scales and skips steps"):
         scaler.step(fused)
+    with pytest.raises(ValueError, match="a step of Counting writes 'steps' to its param_groups, and Overlap"):
+        Counting(shard_and_train(mesh).parameters()).step()
+    for sync in (Overlap(), Outer(every=4, sync_steps=1)):
+        rows = nn.Embedding(4, 2, sparse=True)
+        yafsdp_cc.join_replicas(rows, mesh["replicate"], sync)
+        rows(torch.arange(2)).sum().backward()
+        with pytest.raises(ValueError, match=r"a gradient of shape \[4, 2\] is sparse, .* sparse=False"):
+            SGD(rows.parameters()).step()
+
+
+class Counting(torch.optim.Optimizer):
+    """An optimizer with state in its groups, as schedule-free ones have it."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"steps": 0})
+
+    def step(self) -> None:
+        self.param_groups[0]["steps"] += 1
+
+
+def shard_and_train(mesh: Any) -> Any:
+    model = yafsdp_cc.shard(seeded(Mlp), mesh=mesh, sync=Overlap())
+    square(model, batch(0, 0)).backward()
+    return model
 
 
 @pytest.mark.parametrize("sync", [Overlap(), Outer(every=4)])

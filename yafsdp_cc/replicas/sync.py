@@ -378,6 +378,11 @@ def read_grads(grads: Iterable[Tensor | None], views: Iterable[Tensor]) -> None:
     for grad, view in zip(grads, views, strict=True):
         if grad is None:
             view.zero_()
+        elif grad.is_sparse:
+            raise ValueError(
+                f"a gradient of shape {list(grad.shape)} is sparse, and replicas sum dense ones: make its nn.Embedding "
+                "with sparse=False"
+            )
         else:
             view.copy_(local_of(grad))
 
