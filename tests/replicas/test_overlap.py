@@ -23,6 +23,7 @@ import yafsdp_cc
 from tests.models import WIDTH, Mlp
 from tests.ranks import ranks
 from tests.twins import numbers, seeded, square, whole
+from yafsdp_cc import Compression
 from yafsdp_cc.replicas import Gossip, Outer, Overlap
 
 ADAMW: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
@@ -292,6 +293,10 @@ def test_what_cannot_be_synchronized_is_refused() -> None:
         yafsdp_cc.shard(Mlp(), mesh=mesh, sync=cast(Any, "gossip"))
     with pytest.raises(ValueError, match=r"pass init_device_mesh\(..., \(replicas, ranks of each\)"):
         yafsdp_cc.shard(Mlp(), mesh=init_device_mesh("cpu", (2,)), sync="overlap")
+    for sync in ("overlap", Gossip()):
+        deltas = Compression("int8", weights="int4")
+        with pytest.raises(ValueError, match=r"weights='int4' sends what optimizer steps change, .* sync=Outer\(...\)"):
+            yafsdp_cc.shard(Mlp(), mesh=mesh, sync=cast(Any, sync), compression=deltas, zero_stage=2)
     with pytest.raises(ValueError, match="sync differs between ranks"):
         yafsdp_cc.shard(Mlp(), mesh=mesh, sync=None if dist.get_rank() else "overlap")
     model = seeded(Mlp)

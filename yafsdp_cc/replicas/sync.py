@@ -84,6 +84,8 @@ class ReplicaSync(ABC):
 
     finishes_alone: ClassVar[bool] = False
     """Whether ``finish`` issues no collective, so that state dicts may call it."""
+    writes_weights: ClassVar[bool] = True
+    """Whether weights are written in every step, beside the optimizer's own writes."""
 
     def __init__(self) -> None:
         self.parameters: dict[str, nn.Parameter] = {}
