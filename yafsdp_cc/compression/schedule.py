@@ -230,7 +230,7 @@ class CompressionSchedule(CompressionObserver):
 
     def before_forward(self) -> None:
         if torch.is_grad_enabled():
-            self._follow_scaler()
+            self.follow_scale()
             self.follow_decay()
             self._warn_of_few_bits()
         self.count_step()
@@ -275,10 +275,10 @@ class CompressionSchedule(CompressionObserver):
     def follow(self, scaler: torch.amp.GradScaler) -> None:
         """Read the loss scale from ``scaler`` now and before each forward. The scaler is referenced weakly."""
         self._scaler = weakref.ref(scaler)
-        self._follow_scaler()
+        self.follow_scale()
 
     @torch.no_grad()
-    def _follow_scaler(self) -> None:
+    def follow_scale(self) -> None:
         """Rescale residuals if the loss scale has changed; exact for powers of two. No reduce may be in flight."""
         scaler = None if self._scaler is None else self._scaler()
         if scaler is not None and (scale := scaler.get_scale()) != self.loss_scale:
