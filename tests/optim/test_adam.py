@@ -315,6 +315,20 @@ def test_what_cannot_work_is_refused_by_name() -> None:
 
 
 @ranks(2)
+def test_gradients_that_are_cleared_before_a_step_are_warned_of() -> None:
+    """A GAN's other network, or a batch that the loop leaves out: the momentum has them already."""
+    model = sharded()
+    optimizer = OneBitAdam(model.parameters(), warmup_steps=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trained(model, optimizer, range(4))
+        model(drawn(4, 0)).backward()
+        model.zero_grad()
+    with pytest.warns(UserWarning, match=r"gradients of 'parts.2.weight' were cleared .* requires_grad_\(False\)"):
+        model(drawn(5, 0)).backward()
+
+
+@ranks(2)
 def test_momenta_are_handed_to_no_other_optimizer() -> None:
     model = sharded()
     optimizer = OneBitAdam(model.parameters(), warmup_steps=1)

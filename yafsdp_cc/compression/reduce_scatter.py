@@ -113,6 +113,8 @@ class CompressedSum(Collective):
         """Whether the messages encoded last were decoded into the estimate."""
         self._encoder = None if self.codec_name == EXACT else self._make_encoder(codec)
         self._encodes = self._keeps_exact = self._adds_exact = self._is_momentum = False
+        self.is_unused = False
+        """Whether a sum in the momentum form was made that the optimizer's step has not taken."""
         self._adds_carried = self._adds_residual = False
         self._added: list[Tensor | Residual | None] = []
         """Tensors that the last sum has added and that nothing else refers to: the stream may still read them."""
@@ -184,9 +186,11 @@ class CompressedSum(Collective):
             self._make_residual()
 
     def before_sum(self) -> None:
-        """Refuse a second sum in a step of the momentum form, and make ``exact_mean``: before a reduce is issued."""
+        """Refuse or warn of a second sum in a step of the momentum form, and make ``exact_mean``: before a reduce."""
         if self.schedule.phase.encodes and self.momentum is not None and self.schedule.beta > 0:
             self._refuse_second_sum()
+            if self.is_unused:
+                self.schedule.warn_of_unused(self.flat.name)
         if self.schedule.phase.keeps_exact:
             self.reserve_exact_mean()
 
@@ -222,6 +226,7 @@ class CompressedSum(Collective):
 
     def reset(self) -> None:
         """Drop deferred gradients that are in no residual, and the leftovers of an interrupted sum."""
+        self.is_unused = False
         if self._encoder is not None:
             self._encoder.restart()
         if not self._is_decoded:
@@ -232,7 +237,7 @@ class CompressedSum(Collective):
 
     def clear(self) -> None:
         """Clear residual and estimate. On all ranks, with no reduce in flight."""
-        self._is_decoded = True
+        self._is_decoded, self.is_unused = True, False
         if self.residual is not None:
             self.residual.clear()
         if self.estimate is not None:
@@ -262,6 +267,7 @@ class CompressedSum(Collective):
         encodes, self._keeps_exact = schedule.phase.encodes, schedule.phase.keeps_exact
         self._encodes = encodes and self._encoder is not None
         self._is_momentum = self._encodes and self.momentum is not None and schedule.beta > 0
+        self.is_unused |= self._is_momentum
         self._is_decoded = not self._encodes or self.estimate is None
         has_grad = any(param.parameter.grad is not None for param in self.flat.params)
         self._adds_carried, self._added = encodes and self.carried_over is not None, []
