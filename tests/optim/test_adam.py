@@ -324,7 +324,7 @@ def test_gradients_that_are_cleared_before_a_step_are_warned_of() -> None:
         trained(model, optimizer, range(4))
         model(drawn(4, 0)).backward()
         model.zero_grad()
-    with pytest.warns(UserWarning, match=r"gradients of 'parts.2.weight' were cleared .* requires_grad_\(False\)"):
+    with pytest.warns(UserWarning, match=r"gradients were cleared .* requires_grad_\(False\)"):
         model(drawn(5, 0)).backward()
 
 

@@ -33,6 +33,7 @@ decoded sum; its own part is exact. Estimates are fp32: a rounding error in an e
 
 from __future__ import annotations
 
+import warnings
 import zlib
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
@@ -190,7 +191,12 @@ class CompressedSum(Collective):
         if self.schedule.phase.encodes and self.momentum is not None and self.schedule.beta > 0:
             self._refuse_second_sum()
             if self.is_unused:
-                self.schedule.warn_of_unused(self.flat.name)
+                warnings.warn(
+                    "gradients were cleared before a step of the 1-bit optimizer, in whose momentum they stay: the "
+                    "backward has put them there. While another part is trained, call requires_grad_(False) on this "
+                    "one; leave batches out by skip_together; or take form='gradient'",
+                    stacklevel=2,
+                )
         if self.schedule.phase.keeps_exact:
             self.reserve_exact_mean()
 

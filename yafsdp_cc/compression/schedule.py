@@ -141,7 +141,7 @@ class CompressionSchedule(CompressionObserver):
         self.loss_scale = 1.0
         """Factor of the losses, and so of gradients and residuals."""
         self._scaler: weakref.ref[torch.amp.GradScaler] | None = None
-        self._has_warned = self._has_warned_of_unused = False
+        self._has_warned = False
         self._sums: weakref.WeakValueDictionary[int, ScheduledSum] = weakref.WeakValueDictionary()
         """The compressed sums of the model by their ``id``."""
 
@@ -194,17 +194,6 @@ class CompressionSchedule(CompressionObserver):
                 "the optimizer of the 1-bit family that set when this model's gradients are encoded is gone, and "
                 "torch's would take momenta for gradients: make another one before the backward, or save, and load "
                 "into a model that is sharded anew"
-            )
-
-    def warn_of_unused(self, name: str) -> None:
-        """Warn once that gradients of a backward, of the flat parameter ``name`` too, were cleared before a step."""
-        if not self._has_warned_of_unused:
-            self._has_warned_of_unused = True
-            warnings.warn(
-                f"gradients of '{name}' were cleared before a step of its 1-bit optimizer, in whose momentum they "
-                "stay: the backward has put them there. While another part is trained, call requires_grad_(False) on "
-                "this one; leave batches out by skip_together; or take form='gradient'",
-                stacklevel=2,
             )
 
     @torch.no_grad()
