@@ -351,6 +351,13 @@ def shard(
         owners = given.owners(division, ownership, is_complete=True)
         if given.compression is not None:
             given.compression.check_overrides([name for name, _ in model.named_parameters()])
+            sends_deltas = given.compression.weights is not None and given.keeps_after_forward
+            if sends_deltas and synchronizes is not None and synchronizes.writes_weights:
+                raise ValueError(
+                    f"weights={given.compression.weights!r} sends what optimizer steps change, and "
+                    f"{type(synchronizes).__name__} writes weights beside them: every all-gather would be exact. Leave "
+                    "weights out, or take sync=Outer(...)"
+                )
         for unit in division.units:
             if unit.modules != (model,):
                 given.collectives.check_group(unit.name, given.keeps_after_forward)

@@ -163,6 +163,8 @@ def test_sizes() -> None:
 def test_what_there_is_not() -> None:
     with pytest.raises(ValueError, match="there is no codec 'int7', only bf16, fp32"):
         codec_of("int7")
+    with pytest.raises(ValueError, match=r"'powersgd' is for gradients of a sharded model alone; .*: bf16, fp32"):
+        codec_of("powersgd")
     with pytest.raises(ValueError, match="block=100"):
         codec_of("int8", 100)
 

@@ -210,6 +210,27 @@ def test_nothing_is_encoded_before_the_warm_up_is_over() -> None:
         assert alike == (step < 2), step
 
 
+@ranks(2)
+def test_weights_that_are_exchanged_for_an_evaluation_are_no_step_of_the_warm_up() -> None:
+    model, exact = sharded(Compression("onebit", warmup_steps=2)), sharded(None)
+    for step in range(3):
+        for each in (model, exact):
+            loss_of(each, step).backward()
+        alike = all(gradients(model)[name].equal(each) for name, each in gradients(exact).items())
+        assert alike == (step < 2), step
+        for each in (model, exact):
+            torch.optim.SGD(each.parameters(), lr=0.1).step()
+            each.zero_grad()
+        kept = [parameter.detach().clone() for parameter in model.parameters()]
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.5)
+            loss_of(model, step)
+            for parameter, before in zip(model.parameters(), kept, strict=True):
+                parameter.copy_(before)
+            loss_of(model, step)
+
+
 def the_same_weights_everywhere() -> None:
     for codec in ("int8", "fp8"):
         model = sharded(Compression(gradients="fp32", weights=codec))

@@ -290,6 +290,16 @@ def test_weights_whose_changes_say_less_than_nothing_are_gathered():
 # What ranks have to agree on
 
 
+@pytest.mark.parametrize("more", [{"overrides": {"0.weight": "int4"}}, {"weights": "int4"}])
+@ranks(2)
+def test_ranks_judge_together_though_one_sends_no_message(more: dict[str, Any]) -> None:
+    """One rank owns all that is encoded: it has no message of gradients, and it alone has one of weights."""
+    run = Regression(Compression("fp32", **more), ownership=["0.weight"], zero_stage=2)
+    losses = run.train(torch.optim.SGD(run.model.parameters(), lr=0.1), 7)
+    assert losses[-1] < losses[0]
+    assert not run.chosen
+
+
 def graph_held_by_one() -> dict[str, str]:
     run = Regression(Compression("loud"))
     held = run.model(torch.randn(4, WIDTH))  # for which no backward ever comes

@@ -77,6 +77,25 @@ def under_fsdp2() -> None:
     assert losses(both)[-1] == pytest.approx(exact[-1], rel=0.02)
 
 
+@pytest.mark.parametrize("made", [fsdp2, ddp])
+@ranks(2)
+def test_residuals_follow_the_scale_of_losses(made: Any) -> None:
+    """Bit for bit, as the scale is a power of two; else what was left of larger gradients would outweigh the next."""
+    plain, (model, hooks) = made("onebit")[0], made("onebit")
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+    hooks.follow_scaler(scaler)
+    tokens = torch.arange(12).view(1, 12) + dist.get_rank()
+    for _ in range(4):
+        plain(tokens).square().mean().backward()
+        scaler.scale(model(tokens).square().mean()).backward()
+        scale = scaler.get_scale()
+        for one, other in zip(plain.parameters(), model.parameters(), strict=True):
+            assert (one.grad * scale == other.grad).all()
+        scaler.update(scale / 4)
+        plain.zero_grad()
+        model.zero_grad()
+
+
 def one_set_of_buffers() -> None:
     """Messages of all groups go through buffers that the largest one fits in."""
     model, of_int8 = fsdp2("int8")

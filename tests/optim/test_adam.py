@@ -86,7 +86,7 @@ def test_a_second_sum_in_a_step_is_refused() -> None:
     optimizer = OneBitAdam(model.parameters(), warmup_steps=1)
     trained(model, optimizer, range(3))
     model(drawn(3, 0)).backward()
-    with pytest.raises(RuntimeError, match=r"'parts.2.weight' has a .grad already, .* call optimizer.zero_grad\(\)"):
+    with pytest.raises(RuntimeError, match=r"^'parts.2.weight' has a .grad already, .* call optimizer.zero_grad\(\)"):
         model(drawn(4, 0)).backward()
     optimizer.zero_grad()
     trained(model, optimizer, range(4, 6))
@@ -312,6 +312,32 @@ def test_what_cannot_work_is_refused_by_name() -> None:
         with pytest.raises(ValueError, match=r"the model has a OneBitAdam already, .* delete it first"):
             kind(model.parameters(), lr=1e-3, warmup_steps=1)
     trained(model, first, range(3, 5))
+
+
+@ranks(2)
+def test_gradients_that_are_cleared_before_a_step_are_warned_of() -> None:
+    """A GAN's other network, or a batch that the loop leaves out: the momentum has them already."""
+    model = sharded()
+    optimizer = OneBitAdam(model.parameters(), warmup_steps=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trained(model, optimizer, range(4))
+        model(drawn(4, 0)).backward()
+        model.zero_grad()
+    with pytest.warns(UserWarning, match=r"gradients were cleared .* requires_grad_\(False\)"):
+        model(drawn(5, 0)).backward()
+
+
+@ranks(2)
+def test_momenta_are_handed_to_no_other_optimizer() -> None:
+    model = sharded()
+    optimizer = OneBitAdam(model.parameters(), warmup_steps=1)
+    trained(model, optimizer, range(3))
+    del optimizer
+    model(drawn(3, 0))
+    with pytest.raises(RuntimeError, match=r"^the optimizer of the 1-bit family .* is gone, .*: make another one"):
+        model(drawn(3, 0)).backward()
+    trained(model, OneBitAdam(model.parameters(), warmup_steps=1), range(3))
 
 
 @ranks(2)

@@ -23,6 +23,7 @@ import yafsdp_cc
 from tests.models import WIDTH, Mlp
 from tests.ranks import ranks
 from tests.twins import numbers, seeded, square, whole
+from yafsdp_cc import Compression
 from yafsdp_cc.replicas import Gossip, Outer, Overlap
 
 ADAMW: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
@@ -292,6 +293,10 @@ def test_what_cannot_be_synchronized_is_refused() -> None:
         yafsdp_cc.shard(Mlp(), mesh=mesh, sync=cast(Any, "gossip"))
     with pytest.raises(ValueError, match=r"pass init_device_mesh\(..., \(replicas, ranks of each\)"):
         yafsdp_cc.shard(Mlp(), mesh=init_device_mesh("cpu", (2,)), sync="overlap")
+    for sync in ("overlap", Gossip()):
+        deltas = Compression("int8", weights="int4")
+        with pytest.raises(ValueError, match=r"weights='int4' sends what optimizer steps change, .* sync=Outer\(...\)"):
+            yafsdp_cc.shard(Mlp(), mesh=mesh, sync=cast(Any, sync), compression=deltas, zero_stage=2)
     with pytest.raises(ValueError, match="sync differs between ranks"):
         yafsdp_cc.shard(Mlp(), mesh=mesh, sync=None if dist.get_rank() else "overlap")
     model = seeded(Mlp)
@@ -336,6 +341,30 @@ def test_what_cannot_be_synchronized_is_refused() -> None:
     scaler.scale(plain(torch.ones(2)).sum()).backward()
     with pytest.raises(ValueError, match="a GradScaler scales and skips steps"):
         scaler.step(fused)
+    with pytest.raises(ValueError, match="a step of Counting writes 'steps' to its param_groups, and Overlap"):
+        Counting(shard_and_train(mesh).parameters()).step()
+    for sync in (Overlap(), Outer(every=4, sync_steps=1)):
+        rows = nn.Embedding(4, 2, sparse=True)
+        yafsdp_cc.join_replicas(rows, mesh["replicate"], sync)
+        rows(torch.arange(2)).sum().backward()
+        with pytest.raises(ValueError, match=r"a gradient of shape \[4, 2\] is sparse, .* sparse=False"):
+            SGD(rows.parameters()).step()
+
+
+class Counting(torch.optim.Optimizer):
+    """An optimizer with state in its groups, as schedule-free ones have it."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"steps": 0})
+
+    def step(self) -> None:
+        self.param_groups[0]["steps"] += 1
+
+
+def shard_and_train(mesh: Any) -> Any:
+    model = yafsdp_cc.shard(seeded(Mlp), mesh=mesh, sync=Overlap())
+    square(model, batch(0, 0)).backward()
+    return model
 
 
 @pytest.mark.parametrize("sync", [Overlap(), Outer(every=4)])

@@ -299,6 +299,19 @@ def test_what_a_server_cannot_do_is_told_to_every_rank() -> None:
         dist.barrier()
 
 
+@ranks(2)
+def test_sparse_gradients_are_pushed_whole() -> None:
+    sparse, dense = (nn.Embedding(5, 2, sparse=each) for each in (True, False))
+    for model in (sparse, dense):
+        nn.init.ones_(model.weight)
+        with ParameterServer(model, lr=0.1, max_staleness=0) as server:
+            server.pull()
+            model(torch.tensor([0, 1, 1])).sum().backward()
+            server.push()
+    assert sparse.weight.equal(dense.weight)
+    assert not sparse.weight.eq(1).all()
+
+
 @ranks(1)
 def test_what_cannot_be_served_is_refused() -> None:
     mixed = net()

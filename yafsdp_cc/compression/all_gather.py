@@ -218,6 +218,8 @@ class DeltaAllGather(ExactAllGather):
         kept = comm.own_chunk(output, self.flat.layout.uneven_chunks)
         message = comm.own_chunk(scratch, self._messages.uneven)
         error, block = self.compression_error, self._codec.block
+        if error is not None:
+            error.seen = True
         for start, count, offset, size in self._parts(kept.numel()):
             difference = room.take(_DIFFERENCE, count, torch.float32)
             self.flat.read(difference, start)

@@ -158,6 +158,9 @@ def _of_its_size(decode: Callable[[Any, Tensor, Tensor], None]) -> Callable[[Any
 
 def kind_of(name: str) -> type[Codec]:
     """Return the class of the codec ``name``."""
+    if name in (LOW_RANK, AUTO):
+        known = ", ".join(sorted(_codecs))
+        raise ValueError(f"{name!r} is for gradients of a sharded model alone; here a codec is needed: {known}")
     if name not in _codecs:
         raise ValueError(f"there is no codec {name!r}, only {', '.join([*sorted(_codecs), LOW_RANK, AUTO])}")
     return _codecs[name]

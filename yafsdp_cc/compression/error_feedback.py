@@ -314,6 +314,7 @@ class CompressionError:
         self.sums = torch.zeros(SUMS, dtype=torch.float64, device=device)
         """Sums of squares [3] fp64: of what messages lost, of what they should hold, and of what they hold."""
         self.seen = False
+        """Whether messages were made since the measurement began: the same on all ranks, also where one sends none."""
 
     @torch.no_grad()
     def observe(self, codec: Codec, messages: Tensor, residual: Residual, gradients: Tensor) -> None:
@@ -343,7 +344,6 @@ class CompressionError:
     @torch.no_grad()
     def add(self, *parts: Tensor, share: float = 1.0) -> None:
         """Add squares of ``parts``: values lost, to encode, and decoded. They hold a ``share`` of all elements."""
-        self.seen = True
         norms = torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts])
         self.sums.addcmul_(norms, norms, value=1 / share)
 

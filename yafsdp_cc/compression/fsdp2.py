@@ -158,6 +158,16 @@ class CompressedCommunication:
         self._reduce_scatters.clear()
         self._contexts.clear()
 
+    def follow_scaler(self, scaler: torch.amp.GradScaler) -> None:
+        """Rescale residuals whenever the scale of the losses changes, as ``yafsdp_cc.follow_scaler`` does.
+
+        Call it once, before the first scaled backward. Each encoded sum reads ``scaler.get_scale()``.
+
+        Args:
+            scaler: the scaler of the losses; it is not changed, and referenced weakly.
+        """
+        self._schedule.follow(scaler)
+
     def is_exact(self, backward: int) -> bool:
         """Return whether the backward of this number, from 1, sums exactly: in the warm-up, or after ``remove``."""
         return self.removed or backward <= self.config.warmup_steps
@@ -187,6 +197,7 @@ class CompressedCommunication:
             made = self._reduce_scatters[name] = CompressedReduceScatter(buffer, self._schedule, self.config.gradients)
             made.bind(self.context(group, device))
         compressed = self._reduce_scatters[name]
+        self._schedule.follow_scale()
         if chunk != n:
             grads = pad(grads.view(world, n), (0, chunk - n)).view(-1)
         for work in compressed.start(grads, async_op=False):
@@ -224,6 +235,7 @@ class CompressedCommunication:
             made = self._all_reduces[key] = CompressedAllReduce(buffer, self._schedule, self.config.gradients)
             made.bind(self.context(group, device))
         compressed = self._all_reduces[key]
+        self._schedule.follow_scale()
         padded = pad(total.to(torch.float32), (0, compressed.chunk - n))
         for work in compressed.start(padded, async_op=False):
             work.wait()

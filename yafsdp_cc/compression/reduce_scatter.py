@@ -33,6 +33,7 @@ decoded sum; its own part is exact. Estimates are fp32: a rounding error in an e
 
 from __future__ import annotations
 
+import warnings
 import zlib
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
@@ -113,6 +114,8 @@ class CompressedSum(Collective):
         """Whether the messages encoded last were decoded into the estimate."""
         self._encoder = None if self.codec_name == EXACT else self._make_encoder(codec)
         self._encodes = self._keeps_exact = self._adds_exact = self._is_momentum = False
+        self.is_unused = False
+        """Whether a sum in the momentum form was made that the optimizer's step has not taken."""
         self._adds_carried = self._adds_residual = False
         self._added: list[Tensor | Residual | None] = []
         """Tensors that the last sum has added and that nothing else refers to: the stream may still read them."""
@@ -183,8 +186,22 @@ class CompressedSum(Collective):
             self._encoder.bind(self.context)
             self._make_residual()
 
+    def before_sum(self) -> None:
+        """Refuse or warn of a second sum in a step of the momentum form, and make ``exact_mean``: before a reduce."""
+        if self.schedule.phase.encodes and self.momentum is not None and self.schedule.beta > 0:
+            self._refuse_second_sum()
+            if self.is_unused:
+                warnings.warn(
+                    "gradients were cleared before a step of the 1-bit optimizer, in whose momentum they stay: the "
+                    "backward has put them there. While another part is trained, call requires_grad_(False) on this "
+                    "one; leave batches out by skip_together; or take form='gradient'",
+                    stacklevel=2,
+                )
+        if self.schedule.phase.keeps_exact:
+            self.reserve_exact_mean()
+
     def reserve_exact_mean(self) -> None:
-        """Make ``exact_mean`` unless it exists; the schedule calls this before a reduce is issued.
+        """Make ``exact_mean`` unless it exists.
 
         On CUDA its memory must belong to the caller's stream, because the optimizer frees it there.
         """
@@ -215,6 +232,7 @@ class CompressedSum(Collective):
 
     def reset(self) -> None:
         """Drop deferred gradients that are in no residual, and the leftovers of an interrupted sum."""
+        self.is_unused = False
         if self._encoder is not None:
             self._encoder.restart()
         if not self._is_decoded:
@@ -225,7 +243,7 @@ class CompressedSum(Collective):
 
     def clear(self) -> None:
         """Clear residual and estimate. On all ranks, with no reduce in flight."""
-        self._is_decoded = True
+        self._is_decoded, self.is_unused = True, False
         if self.residual is not None:
             self.residual.clear()
         if self.estimate is not None:
@@ -255,10 +273,9 @@ class CompressedSum(Collective):
         encodes, self._keeps_exact = schedule.phase.encodes, schedule.phase.keeps_exact
         self._encodes = encodes and self._encoder is not None
         self._is_momentum = self._encodes and self.momentum is not None and schedule.beta > 0
+        self.is_unused |= self._is_momentum
         self._is_decoded = not self._encodes or self.estimate is None
         has_grad = any(param.parameter.grad is not None for param in self.flat.params)
-        if self._is_momentum and has_grad:
-            self._refuse_second_sum()
         self._adds_carried, self._added = encodes and self.carried_over is not None, []
         self._adds_exact = self.exact_mean is not None and has_grad
         if encodes or self._keeps_exact:
@@ -281,6 +298,8 @@ class CompressedSum(Collective):
 
     def _feedback(self) -> Feedback:
         noise = None
+        if self.compression_error is not None:
+            self.compression_error.seen = True
         if self.residual is None:
             self.rounded += 1
             name = zlib.crc32(f"{self.flat.name}/{self.context.comm.rank}".encode())

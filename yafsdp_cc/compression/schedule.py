@@ -74,8 +74,8 @@ class ScheduledSum(Protocol):
 
     schedule: CompressionSchedule
 
-    def reserve_exact_mean(self) -> None:
-        """Make the buffer of the exact mean gradient."""
+    def before_sum(self) -> None:
+        """Check and prepare the sum, before it is issued."""
 
     def rescale(self, factor: float) -> None:
         """Multiply all gradients that the sum holds back for later messages."""
@@ -87,6 +87,8 @@ class CompressionObserver(Observer):
     def __init__(self) -> None:
         self._state: weakref.ref[FSDPState] | None = None
         self._versions: tuple[tuple[int, ...], ...] = ()
+        self._has_reduced = False
+        """Whether gradients were reduced since a step was counted."""
 
     @classmethod
     def of(cls, state: FSDPState) -> Self | None:
@@ -95,6 +97,9 @@ class CompressionObserver(Observer):
 
     def assembled(self, state: object) -> None:
         self._state = weakref.ref(cast("FSDPState", state))
+
+    def after_reduce(self, group: str) -> None:
+        self._has_reduced = True
 
     @property
     def state(self) -> FSDPState:
@@ -182,6 +187,15 @@ class CompressionSchedule(CompressionObserver):
         self.beta, self.share = controller.decay
         self.clip = LocalClip(max_grad_norm) if self.beta and max_grad_norm is not None else None
 
+    def _check_controller(self) -> None:
+        """Raise a ``RuntimeError`` if the optimizer that sets ``phase`` is gone."""
+        if self.controller is not None and self.controller() is None:
+            raise RuntimeError(
+                "the optimizer of the 1-bit family that set when this model's gradients are encoded is gone, and "
+                "torch's would take momenta for gradients: make another one before the backward, or save, and load "
+                "into a model that is sharded anew"
+            )
+
     @torch.no_grad()
     def follow_decay(self) -> None:
         """Make residuals follow the optimizer's present momentum decay. No reduce may be in flight.
@@ -216,22 +230,27 @@ class CompressionSchedule(CompressionObserver):
 
     def before_forward(self) -> None:
         if torch.is_grad_enabled():
-            self._follow_scaler()
+            self.follow_scale()
             self.follow_decay()
             self._warn_of_few_bits()
         self.count_step()
 
     def before_reduce(self, group: str) -> None:
-        if not self.phase.keeps_exact:
+        self._check_controller()
+        if not (self.beta or self.phase.keeps_exact):
             return
         for flat in (flat for each in self.state.groups if each.name == group for flat in each.flats if flat.trainable):
             for collective in (flat.reduce_scatter, flat.all_reduce):
                 if (compressed := self._sums.get(id(collective))) is not None:
-                    compressed.reserve_exact_mean()
+                    compressed.before_sum()
 
     def count_step(self) -> None:
-        """Count a warm-up step if weights have changed since the last call."""
-        if not self.is_controlled and not self.phase.encodes and self.weights_have_changed():
+        """Count a warm-up step if weights have changed since the last call, and gradients were reduced since the last
+        step: weights of an average that take the model's place, for an evaluation, are no step."""
+        if self.is_controlled or self.phase.encodes:
+            return
+        if self.weights_have_changed() and self._has_reduced:
+            self._has_reduced = False
             self._set_steps(self.steps + 1)
 
     def resume(self, steps: int) -> None:
@@ -256,10 +275,10 @@ class CompressionSchedule(CompressionObserver):
     def follow(self, scaler: torch.amp.GradScaler) -> None:
         """Read the loss scale from ``scaler`` now and before each forward. The scaler is referenced weakly."""
         self._scaler = weakref.ref(scaler)
-        self._follow_scaler()
+        self.follow_scale()
 
     @torch.no_grad()
-    def _follow_scaler(self) -> None:
+    def follow_scale(self) -> None:
         """Rescale residuals if the loss scale has changed; exact for powers of two. No reduce may be in flight."""
         scaler = None if self._scaler is None else self._scaler()
         if scaler is not None and (scale := scaler.get_scale()) != self.loss_scale:

@@ -193,6 +193,8 @@ class OneBitOptimizer(Optimizer):
         """Make a step, and set the phase of the next backward. ``closure`` is called as by torch's optimizers."""
         loss = loss_of(closure)
         self._check_control()
+        for compressed in self._encoded.values():
+            compressed.is_unused = False
         phase = self._phase_now
         if not self._unscale():
             self._drop_exact_means()  # the next backward may overwrite only some of those of the skipped step

@@ -86,6 +86,8 @@ class Outer(ReplicaSync):
             all.
     """
 
+    writes_weights = False
+
     def __init__(
         self,
         every: int = 30,

@@ -92,6 +92,8 @@ class Overlap(ReplicaSync):
         # State that ``before_step`` leaves for ``after_step``
         self._grads: list[Tensor | None] = []
         self._settings: list[dict[str, Any]] = []
+        self._given: Sequence[Mapping[str, Any]] = []
+        """Settings that the optimizer's own step is made with."""
         self._is_second = False
 
     def prepare(self) -> None:
@@ -117,7 +119,7 @@ class Overlap(ReplicaSync):
     def before_step(self, optimizer: Optimizer) -> None:
         members = list(self.parameters.values())
         self._grads = [each.grad for each in members]
-        self._settings = _settings_of(optimizer)
+        self._settings = self._given = _settings_of(optimizer)
         own = _Step([grad is not None for grad in self._grads], [_copied(group) for group in self._settings])
         arrived, self._pending = self._pending, own
         if arrived is not None:
@@ -140,12 +142,14 @@ class Overlap(ReplicaSync):
             read_grads(self._grads, kept.views)
             self._show(arrived, divisor)
             total.data.copy_(kept.data)
+            self._given = arrived.settings
             _set_settings(optimizer, arrived.settings)
         self._write_flags(self._steps % _COUNTED, own.used)
         self._steps += 1
         self._sum.start()
 
     def after_step(self, optimizer: Optimizer) -> None:
+        _check_settings(optimizer, self._given)
         _set_settings(optimizer, self._settings)
         for parameter, grad in zip(self.parameters.values(), self._grads, strict=True):
             parameter.grad = grad
@@ -156,7 +160,7 @@ class Overlap(ReplicaSync):
                     local_of(grad).copy_(view)
         if self._is_second or not self.half_batches:
             self._predict(optimizer)
-        self._grads, self._settings = [], []
+        self._grads, self._settings, self._given = [], [], []
         self._versions = [each._version for each in self.locals()]
 
     def _check_unchanged(self) -> None:
@@ -289,6 +293,16 @@ def _set_settings(optimizer: Optimizer, settings: Sequence[Mapping[str, Any]]) -
     """Set ``settings`` in parameter groups; groups added since are unchanged."""
     for group, values in zip(optimizer.param_groups, settings, strict=False):
         group.update(values)
+
+
+def _check_settings(optimizer: Optimizer, given: Sequence[Mapping[str, Any]]) -> None:
+    """Raise a ``ValueError`` if a step has changed the settings ``given``: predictions are steps, too."""
+    for group, values in zip(optimizer.param_groups, given, strict=False):
+        for name in (name for name, value in values.items() if group[name] is not value):
+            raise ValueError(
+                f"a step of {type(optimizer).__name__} writes {name!r} to its param_groups, and Overlap, "
+                "which makes steps that it undoes, undoes what is in optimizer.state alone: take Outer or Gossip for it"
+            )
 
 
 def _copied(settings: Mapping[str, Any]) -> dict[str, Any]:

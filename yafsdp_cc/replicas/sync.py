@@ -84,6 +84,8 @@ class ReplicaSync(ABC):
 
     finishes_alone: ClassVar[bool] = False
     """Whether ``finish`` issues no collective, so that state dicts may call it."""
+    writes_weights: ClassVar[bool] = True
+    """Whether weights are written in every step, beside the optimizer's own writes."""
 
     def __init__(self) -> None:
         self.parameters: dict[str, nn.Parameter] = {}
@@ -378,6 +380,11 @@ def read_grads(grads: Iterable[Tensor | None], views: Iterable[Tensor]) -> None:
     for grad, view in zip(grads, views, strict=True):
         if grad is None:
             view.zero_()
+        elif grad.is_sparse:
+            raise ValueError(
+                f"a gradient of shape {list(grad.shape)} is sparse, and replicas sum dense ones: make its nn.Embedding "
+                "with sparse=False"
+            )
         else:
             view.copy_(local_of(grad))
 

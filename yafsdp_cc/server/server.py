@@ -154,7 +154,7 @@ class ParameterServer:
         self._grads.zero_()
         for param, view in zip(self._params, self._views(self._grads), strict=True):
             if param.grad is not None:
-                view.copy_(param.grad)
+                view.copy_(param.grad.to_dense() if param.grad.is_sparse else param.grad)
                 param.grad = None
         if self._codec is not None:
             encode(self._codec, self._grads, self._messages, counts=self._counts, residual=self._residual)
