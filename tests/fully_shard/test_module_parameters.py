@@ -185,3 +185,26 @@ def test_an_optimizer_of_unsharded_weights_is_refused() -> None:
             torch.optim.SGD(model.parameters()).step()
         model.reshard()
         torch.optim.SGD(model.parameters()).step()
+
+
+@pytest.mark.parametrize("name", ["norm.bias", "head.weight"])
+@ranks(2)
+def test_a_penalty_of_an_unsharded_weight_is_in_the_gradient_of_its_step_or_refused(name: str) -> None:
+    def penalty(model: nn.Module) -> Tensor:
+        return (dict(model.named_parameters())[name] - 1).square().sum()
+
+    model, plain = _fully_shard(), seeded(Transformer)
+    (square(plain, TOKENS) + penalty(plain)).backward()
+    for _ in range(2):
+        loss = square(model, TOKENS)
+        assert not _is_sharded(model)
+        (loss + penalty(model)).backward()
+        torch.testing.assert_close(whole(model.get_parameter(name).grad), plain.get_parameter(name).grad)
+        model.zero_grad()
+    model.unshard()
+    early = penalty(model)
+    with pytest.raises(RuntimeError, match="came too late to be reduced"):
+        (square(model, TOKENS) + early).backward()
+    model.zero_grad()
+    (square(model, TOKENS) + penalty(model)).backward()
+    torch.testing.assert_close(whole(model.get_parameter(name).grad), plain.get_parameter(name).grad)

@@ -72,6 +72,41 @@ def test_containers_and_keywords_pass_gradients() -> None:
         model.zero_grad()
 
 
+class Convolving(nn.Module):
+    """A layer of a graph network; its first layer makes the graph's edges, as a sparse matrix of weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.edges, self.mix = nn.Linear(WIDTH, 1), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, graph: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        if graph is None:
+            to = torch.arange(len(x))
+            places = torch.stack([to, to.flip(0)])
+            graph = torch.sparse_coo_tensor(places, self.edges(x)[:, 0], (len(x), len(x)), check_invariants=False)
+        return torch.tanh(self.mix(torch.sparse.mm(graph, x))), graph
+
+
+class GraphNetwork(nn.Module):
+    def __init__(self, frozen: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Convolving() for _ in range(3)).requires_grad_(not frozen)
+        self.layers[0].edges.requires_grad_(True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        graph = None
+        for layer in self.layers:
+            x, graph = layer(x, graph)
+        return x
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@ranks(2)
+def test_sparse_tensors_between_units_pass_gradients(frozen: bool) -> None:
+    model, plain = twins(lambda: GraphNetwork(frozen), units=[Convolving])
+    trains_on(model, plain, square, [inputs(step=step) for step in range(2)], within=1e-6)
+
+
 class Passing(nn.Module):
     """Hands on its input unchanged, None, and a view next to what it computes."""
 

@@ -150,6 +150,28 @@ def test_an_edit_of_a_small_parameter_in_forward_is_kept_or_refused_by_name(dtyp
     assert "inplace" in refusal(lambda: model(mine(inputs()))) or dtype == torch.bfloat16  # autograd's own check
 
 
+class CountingAtLast(nn.Sequential):
+    """Counts its calls in a scalar parameter, behind all that reads weights."""
+
+    def __init__(self) -> None:
+        super().__init__(*stack(3))
+        self.calls = nn.Parameter(torch.zeros(()), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self[2](self[1](self[0](x)))
+        with torch.no_grad():
+            self.calls.add_(1)
+        return x
+
+
+@ranks(2)
+def test_an_edit_at_the_end_of_a_forward_is_explained() -> None:
+    model = yafsdp_cc.shard(seeded(CountingAtLast), units=[Block])
+    assert "change parameters outside of the forward" in refusal(lambda: model(mine(inputs())))
+    with torch.no_grad():
+        assert model(mine(inputs())).isfinite().all()
+
+
 @ranks(2)
 def test_max_norm_of_an_embedding_is_kept_or_refused_by_name() -> None:
     def build() -> nn.Module:

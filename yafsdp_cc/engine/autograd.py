@@ -156,14 +156,17 @@ def convert(tensor: Tensor, dtype: torch.dtype | None, device: torch.device | No
 def gate_tensors(
     through: Callable[[list[Tensor]], list[Tensor]], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments with every tensor that requires a gradient replaced by its output of ``through``."""
+    """Return the arguments with every tensor that requires a gradient replaced by its output of ``through``.
+
+    Sparse ones stay: a function's output that is its input is a view of it, and torch has no views of sparse tensors.
+    """
     if not kwargs and len(args) == 1 and type(args[0]) is Tensor:  # a fast path: most calls have one tensor
-        gated = through([args[0]] if args[0].requires_grad else [])
+        gated = through([args[0]] if _takes_gate(args[0]) else [])
         return (tuple(gated) or args), kwargs
     tensors: list[Tensor] = []
 
     def collect(tensor: Tensor) -> Tensor:
-        if tensor.requires_grad:
+        if _takes_gate(tensor):
             tensors.append(tensor)
         return tensor
 
@@ -172,8 +175,12 @@ def gate_tensors(
     if not tensors:
         return args, kwargs
     rest = iter(gated)
-    fresh = map_tensors((args, kwargs), lambda tensor: next(rest) if tensor.requires_grad else tensor)
+    fresh = map_tensors((args, kwargs), lambda tensor: next(rest) if _takes_gate(tensor) else tensor)
     return fresh[0], fresh[1]
+
+
+def _takes_gate(tensor: Tensor) -> bool:
+    return tensor.requires_grad and tensor.layout in (torch.strided, torch.jagged)
 
 
 def hook_outputs(

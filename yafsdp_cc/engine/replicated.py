@@ -50,6 +50,9 @@ class ReplicatedFlatParam(FlatParam):
         """Values that forwards see, [numel], in the dtype of the forward: the shard itself, or copies."""
         self.leaves = [param.local_range(self.computed) for param in self.params]
         """View of ``computed`` that forwards see of each parameter."""
+        self.gate_inputs = [leaf.detach() for leaf in self.leaves]
+        """Aliases of ``leaves`` that enter the root gate. Were it the leaves, which modules may show outside of
+        forwards, autograd would hold back their gradients until that gate, which sums them, has run."""
 
     def _new_copies(self) -> Tensor | None:
         """Allocate copies in the dtype of the forward; return None if the parameters have that dtype themselves."""
@@ -96,7 +99,8 @@ class ReplicatedParams:
     ) -> None:
         self.flats = tuple(flats)
         self.params: tuple[FSDPParam, ...] = tuple(param for flat in flats for param in flat.params)
-        self._leaves: tuple[Tensor, ...] = tuple(leaf for flat in flats for leaf in flat.leaves)
+        self.leaves: tuple[Tensor, ...] = tuple(leaf for flat in flats for leaf in flat.leaves)
+        self._gate_inputs = tuple(each for flat in flats for each in flat.gate_inputs)
         self._comm, self._stream, self._replicas = context.comm, stream, replicas
         self._handle = stream.handle()
         sizes = [flat.sharded.numel() for flat in flats]
@@ -158,19 +162,19 @@ class ReplicatedParams:
         """Show the parameters in the dtype of the forward to the modules: all of them, or ``only`` some.
 
         Returns:
-            The parameters that require a gradient, and the views of them that forwards see.
+            The parameters that require a gradient, and the tensors that enter the root gate for them.
         """
         chosen = None if only is None else set(only)
-        trained, leaves = [], []
-        for param, leaf in zip(self.params, self._leaves, strict=True):
+        trained, inputs = [], []
+        for param, leaf, gate_input in zip(self.params, self.leaves, self._gate_inputs, strict=True):
             if leaf.requires_grad is not param.parameter.requires_grad:
                 leaf.requires_grad_(param.parameter.requires_grad)
             if chosen is None or param in chosen:
                 param.register_unsharded(leaf)
             if leaf.requires_grad:
                 trained.append(param)
-                leaves.append(leaf)
-        return trained, leaves
+                inputs.append(gate_input)
+        return trained, inputs
 
     def register_sharded(self) -> None:
         """Let the modules see the parameters themselves again."""
@@ -188,7 +192,7 @@ class ReplicatedParams:
                 param.written = True
             else:
                 param.accumulate_grad(grad)
-        for param, leaf in zip(self.params, self._leaves, strict=True):
+        for param, leaf in zip(self.params, self.leaves, strict=True):
             if leaf.grad is not None:  # reentrant checkpointing has recomputed operations on the leaf
                 param.accumulate_grad(leaf.grad)
                 leaf.grad = None
@@ -227,7 +231,7 @@ class ReplicatedParams:
 
     def reset(self) -> None:
         """Forget gradients that were written and not reduced."""
-        for param, leaf in zip(self.params, self._leaves, strict=True):
+        for param, leaf in zip(self.params, self.leaves, strict=True):
             param.written, leaf.grad = False, None
 
 

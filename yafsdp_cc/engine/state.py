@@ -592,6 +592,8 @@ class FSDPState(_ModelStep):
     def _end_backward(self, backward: Backward) -> None:
         """End ``backward`` and the backwards within it, unless it has ended already."""
         if backward not in self.backwards:
+            if backward.reduces:
+                self._check_leaves()
             return
         while backward in self.backwards:
             self.backwards.pop().end_all()
@@ -604,6 +606,21 @@ class FSDPState(_ModelStep):
             for group in self.groups:
                 group.release_held()
         self.wait_for_transfers()
+
+    def _check_leaves(self) -> None:
+        """Raise a ``RuntimeError`` if unsharded weights have got gradients behind the root gate, which has summed them.
+
+        autograd runs what was computed before the forward (a penalty of weights after ``unshard()``, say) last of all.
+        """
+        leaves = [*self.replicated.leaves, *chain.from_iterable(group.unsharded.leaves for group in self.groups)]
+        if late := [leaf for leaf in leaves if leaf.grad is not None]:
+            for leaf in late:
+                leaf.grad = None
+            raise RuntimeError(
+                f"gradients of {len(late)} unsharded weights came too late to be reduced: they are of something that "
+                "was computed before the forward of the model, such as a penalty after unshard(). Compute it after "
+                "the forward, or of full_tensor()"
+            )
 
     def wait_for_transfers(self) -> None:
         """Block the host until no copy reads or writes shards in host memory, so that the caller may."""
@@ -695,8 +712,8 @@ class IterationState:
         """Make the root gate over ``tensors`` and the replicated parameters; return the gated tensors."""
         self.has_gate = True
         self.trains = bool(tensors) or any(param.parameter.requires_grad for param in self.state.root_replicated)
-        self.trained, leaves = self.state.replicated.register_unsharded()
-        self.anchor, *gated = gate(self, self.state.leaf, *tensors, *leaves)
+        self.trained, inputs = self.state.replicated.register_unsharded()
+        self.anchor, *gated = gate(self, self.state.leaf, *tensors, *inputs)
         assert self.anchor.grad_fn is not None
         self.first_node = self.anchor.grad_fn._sequence_nr()
         for param, view in zip(self.trained, gated[len(tensors) :], strict=True):

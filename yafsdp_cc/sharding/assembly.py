@@ -391,7 +391,8 @@ class ReplicatedParamsOfMeshes(ReplicatedParams):
         self._own, self._all = own, (own, *others)
         self.flats = tuple(flat for each in self._all for flat in each.flats)
         self.params = tuple(param for each in self._all for param in each.params)
-        self._leaves = tuple(leaf for each in self._all for leaf in each._leaves)
+        self.leaves = tuple(leaf for each in self._all for leaf in each.leaves)
+        self._gate_inputs = tuple(gate_input for each in self._all for gate_input in each._gate_inputs)
 
     @property
     def dtype(self) -> torch.dtype:

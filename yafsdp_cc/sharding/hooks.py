@@ -110,7 +110,11 @@ def install_hooks(module: nn.Module, part: nn.Module | None = None) -> list[Any]
         if state is None or not state.entered.get(hooked):
             return output  # a hook, perhaps ``pre_forward``, has raised before this forward was entered
         finish = state.entered[hooked].pop()
-        return output if finish is None else finish(output)
+        try:
+            return output if finish is None else finish(output)
+        except RuntimeError as error:  # autograd refuses to look at a small parameter that the forward has written to
+            _explain_gated_write(error)
+            raise
 
     # The first hook runs before all others, so that they see unsharded weights; the last also after an exception.
     return [
