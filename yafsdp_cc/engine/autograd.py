@@ -156,10 +156,7 @@ def convert(tensor: Tensor, dtype: torch.dtype | None, device: torch.device | No
 def gate_tensors(
     through: Callable[[list[Tensor]], list[Tensor]], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments with every tensor that requires a gradient replaced by its output of ``through``.
-
-    Sparse ones stay: a function's output that is its input is a view of it, and torch has no views of sparse tensors.
-    """
+    """Return the arguments with every tensor that requires a gradient replaced by its output of ``through``."""
     if not kwargs and len(args) == 1 and type(args[0]) is Tensor:  # a fast path: most calls have one tensor
         gated = through([args[0]] if _takes_gate(args[0]) else [])
         return (tuple(gated) or args), kwargs
@@ -180,6 +177,7 @@ def gate_tensors(
 
 
 def _takes_gate(tensor: Tensor) -> bool:
+    """Return whether ``tensor`` gets a gradient and may have views, such as a gate returns: sparse ones have none."""
     return tensor.requires_grad and tensor.layout in (torch.strided, torch.jagged)
 
 

@@ -34,10 +34,10 @@ import torch
 from torch import Tensor
 from torch._prims_common import make_contiguous_strides_for
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from yafsdp_cc.ranks.mesh import broadcast_over, shard_group, shard_rank
+from yafsdp_cc.ranks.mesh import shard_group, shard_rank
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -241,15 +241,12 @@ class TensorParallel:
     @cached_property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
         """Process groups of ranks that hold different elements: a reduction over each in turn reaches all of them."""
-        return self._groups(Shard)
+        return self.groups_of(Shard)
 
-    def _groups(self, kind: type[Placement]) -> tuple[dist.ProcessGroup, ...]:
+    def groups_of(self, kind: type[Placement]) -> tuple[dist.ProcessGroup, ...]:
+        """Return the process groups of more than one rank along dimensions with placements of one kind."""
         dims = [dim for dim, placement in enumerate(self.placements) if type(placement) is kind]
         return tuple(self.mesh.get_group(dim) for dim in dims if self.mesh.size(dim) > 1)
-
-    def broadcast_first(self, tensor: Tensor) -> None:
-        """Overwrite ``tensor`` with that of the first rank that holds the same elements."""
-        broadcast_over(self._groups(Replicate), tensor, self.mesh)
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
@@ -377,20 +374,3 @@ class ShardSpec:
 
     def __deepcopy__(self, memo: object) -> ShardSpec:
         return self  # a parameter, its gradient and its optimizer state share one spec; a mesh cannot be copied
-
-
-class RowShardSpec(ShardSpec):
-    """The spec of a parameter whose local tensors are whole rows, with as many dimensions as the parameter.
-
-    The bounds are those of ``Shard(0)``. The local tensor of the parameter, and of optimizer state, may be of a tensor
-    subclass, whose operations take rows and not flat ranges of them.
-    """
-
-    @cached_property
-    def local_shape(self) -> torch.Size:
-        start, stop = self.local_range()
-        return torch.Size(((stop - start) // max(math.prod(self.shape[1:]), 1), *self.shape[1:]))
-
-    def local_of(self, unsharded: Tensor) -> Tensor:
-        start, _ = self.local_range()
-        return unsharded.narrow(0, start // max(math.prod(self.shape[1:]), 1), self.local_shape[0])

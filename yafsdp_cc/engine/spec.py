@@ -186,10 +186,6 @@ class Counters:
     why: str = ""
     """One line about the measurements behind the last choice of codecs."""
 
-    def count_reduced(self, nbytes: int) -> None:
-        """Add to ``reduced_bytes``."""
-        self.reduced_bytes += nbytes
-
 
 def spec_of(module: nn.Module) -> ParamGroupSpec | None:
     """Return the spec of the group that ``module`` was sharded as, or None."""

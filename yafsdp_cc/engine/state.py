@@ -608,10 +608,7 @@ class FSDPState(_ModelStep):
         self.wait_for_transfers()
 
     def _check_leaves(self) -> None:
-        """Raise a ``RuntimeError`` if unsharded weights have got gradients behind the root gate, which has summed them.
-
-        autograd runs what was computed before the forward (a penalty of weights after ``unshard()``, say) last of all.
-        """
+        """Raise a ``RuntimeError`` if nodes older than the root gate have run: nothing reduces their gradients."""
         leaves = [*self.replicated.leaves, *chain.from_iterable(group.unsharded.leaves for group in self.groups)]
         if late := [leaf for leaf in leaves if leaf.grad is not None]:
             for leaf in late:

@@ -250,8 +250,12 @@ def _make_context(
         replica_scratch = ScratchBuffers(device, replicas if registers else None)
         replica_context = CommContext(replica_comm, replica_scratch, fingerprint.record)
         stream = _stream(streams, "all-reduce", device)
-        context.replicas = Replicas(replica_context, stream, context.counters.count_reduced)
+        context.replicas = Replicas(replica_context, stream, partial(_count_reduced, context.counters))
     return context, leaf, contexts
+
+
+def _count_reduced(counters: Counters, nbytes: int) -> None:
+    counters.reduced_bytes += nbytes
 
 
 def _stream(streams: dict[str, CommStream], kind: str, device: torch.device) -> CommStream:

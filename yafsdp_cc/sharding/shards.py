@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from yafsdp_cc.engine.layout import VECTOR, Layout, RowShardSpec, ShardSpec, TensorParallel, local_tensor
+from yafsdp_cc.engine.layout import VECTOR, Layout, ShardSpec, TensorParallel, local_tensor
 from yafsdp_cc.engine.param import Divisor, FlatParam, FSDPParam
 from yafsdp_cc.engine.replicated import ReplicatedFlatParam
 from yafsdp_cc.engine.spec import SPEC, ParamGroupSpec, specs_below
@@ -31,6 +31,7 @@ from yafsdp_cc.forms.extensions import (
 from yafsdp_cc.forms.offload import HostFlatParam, HostReplicatedFlatParam
 from yafsdp_cc.forms.subclasses import subclass_of, tensors_of
 from yafsdp_cc.tensor.dtensor import flat_dtensor, follow_optimizers, take_grads_of_autograd
+from yafsdp_cc.tensor.rows import RowShardSpec
 from yafsdp_cc.tensor.shown import mark_replaced
 
 if TYPE_CHECKING:

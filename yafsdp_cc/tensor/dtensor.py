@@ -34,7 +34,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from yafsdp_cc.engine.layout import RowShardSpec, TensorParallel
+from yafsdp_cc.engine.layout import TensorParallel
 from yafsdp_cc.engine.param import owner_of
 from yafsdp_cc.engine.state import engine_of
 from yafsdp_cc.forms.subclasses import PLAIN, as_plain, check_plain, tensors_of
@@ -44,7 +44,16 @@ from yafsdp_cc.tensor.chunks import SavedInChunks
 from yafsdp_cc.tensor.gradients import own_part, plain_grad, reduced, reduction_of
 from yafsdp_cc.tensor.reductions import Across, LazyReduction, Reduction, Summand
 from yafsdp_cc.tensor.refusals import CALL_FULL, LOSES_STEPS, STATE_OF_TORCH, refusal, refusal_of, warn_of_rounding
-from yafsdp_cc.tensor.rows import are_rows, flat_range_of, gathered, is_by_rows, is_flat_range, moved, rows_of
+from yafsdp_cc.tensor.rows import (
+    RowShardSpec,
+    are_rows,
+    flat_range_of,
+    gathered,
+    is_by_rows,
+    is_flat_range,
+    moved,
+    rows_of,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

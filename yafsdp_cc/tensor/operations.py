@@ -12,9 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._prims_common import infer_size
+from torch.distributed.tensor import Replicate
 
 from yafsdp_cc.forms.subclasses import tensors_of
-from yafsdp_cc.ranks.mesh import all_groups, all_reduce_over, broadcast_from_first
+from yafsdp_cc.ranks.mesh import all_groups, all_reduce_over, broadcast_from_first, broadcast_over
 from yafsdp_cc.tensor import reductions
 from yafsdp_cc.tensor.dtensor import (
     HANDLERS,
@@ -46,7 +47,8 @@ def _draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatDTens
     for part in tensors_of(flat._local_tensor):
         broadcast_from_first(part, spec.mesh, replicas_only=spec.bounds is not None)
     if spec.tensor_parallel is not None:
-        spec.tensor_parallel.broadcast_first(flat._local_tensor)
+        parallel = spec.tensor_parallel
+        broadcast_over(parallel.groups_of(Replicate), flat._local_tensor, parallel.mesh)
     return flat
 
 

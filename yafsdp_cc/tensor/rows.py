@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from torch._prims_common import make_contiguous_strides_for
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from yafsdp_cc.engine.layout import RowShardSpec
+from yafsdp_cc.engine.layout import ShardSpec
 from yafsdp_cc.forms.subclasses import PLAIN, tensors_of
 from yafsdp_cc.ranks.mesh import all_gather_single, shard_group, shard_rank, to_mesh_device
 
@@ -29,7 +30,22 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
 
-    from yafsdp_cc.engine.layout import ShardSpec
+
+class RowShardSpec(ShardSpec):
+    """The spec of a parameter whose local tensors are whole rows, with as many dimensions as the parameter.
+
+    The bounds are those of ``Shard(0)``. The local tensor of the parameter, and of optimizer state, may be of a tensor
+    subclass, whose operations take rows and not flat ranges of them.
+    """
+
+    @cached_property
+    def local_shape(self) -> torch.Size:
+        start, stop = self.local_range()
+        return torch.Size(((stop - start) // max(math.prod(self.shape[1:]), 1), *self.shape[1:]))
+
+    def local_of(self, unsharded: torch.Tensor) -> torch.Tensor:
+        start, _ = self.local_range()
+        return unsharded.narrow(0, start // max(math.prod(self.shape[1:]), 1), self.local_shape[0])
 
 
 def first_rows(rows: int, world: int) -> list[int]:
