@@ -51,7 +51,7 @@ class ReplicatedFlatParam(FlatParam):
         self.leaves = [param.local_range(self.computed) for param in self.params]
         """View of ``computed`` that forwards see of each parameter."""
         self.gate_inputs = [leaf.detach() for leaf in self.leaves]
-        """Aliases of ``leaves`` that enter the root gate. Were it the leaves, which modules may show outside of
+        """Aliases of ``leaves`` that enter the root gate. If ``leaves`` entered it, which modules may show outside of
         forwards, autograd would hold back their gradients until that gate, which sums them, has run."""
 
     def _new_copies(self) -> Tensor | None:
