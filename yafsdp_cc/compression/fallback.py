@@ -104,6 +104,9 @@ class CodecFallback(CompressionObserver):
 
     # Called by the engine
 
+    def after_reduce(self, group: str) -> None:
+        self._has_reduced = True
+
     def before_forward(self) -> None:
         """Judge the last measurement, and begin one when it is due. Ranks run one program, so all do so together."""
         if not torch.is_grad_enabled():

@@ -192,9 +192,9 @@ class CompressedSum(Collective):
             self._refuse_second_sum()
             if self.is_unused:
                 warnings.warn(
-                    "gradients were cleared before a step of the 1-bit optimizer, in whose momentum they stay: the "
-                    "backward has put them there. While another part is trained, call requires_grad_(False) on this "
-                    "one; leave batches out by skip_together; or take form='gradient'",
+                    "no step of the 1-bit optimizer has taken the last gradients, which its momentum has: they were "
+                    "cleared, or another optimizer took momenta for gradients. While another part is trained, call "
+                    "requires_grad_(False) on this one; leave batches out by skip_together; or take form='gradient'",
                     stacklevel=2,
                 )
         if self.schedule.phase.keeps_exact:

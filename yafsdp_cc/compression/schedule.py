@@ -87,8 +87,6 @@ class CompressionObserver(Observer):
     def __init__(self) -> None:
         self._state: weakref.ref[FSDPState] | None = None
         self._versions: tuple[tuple[int, ...], ...] = ()
-        self._has_reduced = False
-        """Whether gradients were reduced since a step was counted."""
 
     @classmethod
     def of(cls, state: FSDPState) -> Self | None:
@@ -97,9 +95,6 @@ class CompressionObserver(Observer):
 
     def assembled(self, state: object) -> None:
         self._state = weakref.ref(cast("FSDPState", state))
-
-    def after_reduce(self, group: str) -> None:
-        self._has_reduced = True
 
     @property
     def state(self) -> FSDPState:
@@ -130,6 +125,8 @@ class CompressionSchedule(CompressionObserver):
         """Phase of the next backward; each sum latches it in ``start``."""
         self.steps = 0
         """Number of warm-up optimizer steps so far; the count stops when the warm-up is over."""
+        self._has_grads = False
+        """Whether a backward has made gradients final since the last counted step."""
         self.controller: weakref.ref[PhaseController] | None = None
         """Weak reference to the optimizer that sets ``phase``; None if no optimizer ever did."""
         self.beta = 0.0
@@ -187,15 +184,6 @@ class CompressionSchedule(CompressionObserver):
         self.beta, self.share = controller.decay
         self.clip = LocalClip(max_grad_norm) if self.beta and max_grad_norm is not None else None
 
-    def _check_controller(self) -> None:
-        """Raise a ``RuntimeError`` if the optimizer that sets ``phase`` is gone."""
-        if self.controller is not None and self.controller() is None:
-            raise RuntimeError(
-                "the optimizer of the 1-bit family that set when this model's gradients are encoded is gone, and "
-                "torch's would take momenta for gradients: make another one before the backward, or save, and load "
-                "into a model that is sharded anew"
-            )
-
     @torch.no_grad()
     def follow_decay(self) -> None:
         """Make residuals follow the optimizer's present momentum decay. No reduce may be in flight.
@@ -236,7 +224,6 @@ class CompressionSchedule(CompressionObserver):
         self.count_step()
 
     def before_reduce(self, group: str) -> None:
-        self._check_controller()
         if not (self.beta or self.phase.keeps_exact):
             return
         for flat in (flat for each in self.state.groups if each.name == group for flat in each.flats if flat.trainable):
@@ -244,18 +231,21 @@ class CompressionSchedule(CompressionObserver):
                 if (compressed := self._sums.get(id(collective))) is not None:
                     compressed.before_sum()
 
+    def after_backward(self) -> None:
+        self._has_grads = True
+
     def count_step(self) -> None:
-        """Count a warm-up step if weights have changed since the last call, and gradients were reduced since the last
-        step: weights of an average that take the model's place, for an evaluation, are no step."""
+        """Count a warm-up step if weights have changed since the last call, behind a backward: an average of weights
+        that takes the model's place for an evaluation is no step."""
         if self.is_controlled or self.phase.encodes:
             return
-        if self.weights_have_changed() and self._has_reduced:
-            self._has_reduced = False
+        if self.weights_have_changed() and self._has_grads:
+            self._has_grads = False
             self._set_steps(self.steps + 1)
 
     def resume(self, steps: int) -> None:
         """Resume after ``steps`` optimizer steps; loading the weights does not count as a step."""
-        self._versions = ()
+        self._versions, self._has_grads = (), False
         self._set_steps(steps)
 
     def _set_steps(self, steps: int) -> None:

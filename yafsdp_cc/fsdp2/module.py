@@ -472,7 +472,7 @@ def _check_apply(name: str, parameter: FlatDTensor, fn: Callable[[Tensor], Tenso
     raise RuntimeError(
         f"'{name}' is sharded on {parameter.device} as {parameter.dtype} and cannot be converted or moved: do that "
         "before shard(), or choose the dtype of the forward with mp_policy. (After fully_shard(), .to(dtype) works "
-        "on a whole module of plain parameters without gradients, before its first forward.)"
+        "on a whole module of plain parameters without gradients, before the first forward.)"
     )
 
 
