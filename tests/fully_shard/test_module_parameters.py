@@ -187,7 +187,7 @@ def test_an_optimizer_of_unsharded_weights_is_refused() -> None:
         torch.optim.SGD(model.parameters()).step()
 
 
-@pytest.mark.parametrize("name", ["norm.bias", "head.weight"])
+@pytest.mark.parametrize("name", ["norm.bias", "head.weight", "blocks.0.up.weight"])
 @ranks(2)
 def test_a_penalty_of_an_unsharded_weight_is_in_the_gradient_of_its_step_or_refused(name: str) -> None:
     def penalty(model: nn.Module) -> Tensor:
@@ -201,7 +201,13 @@ def test_a_penalty_of_an_unsharded_weight_is_in_the_gradient_of_its_step_or_refu
         (loss + penalty(model)).backward()
         torch.testing.assert_close(whole(model.get_parameter(name).grad), plain.get_parameter(name).grad)
         model.zero_grad()
-    model.unshard()
+    loss = square(model, TOKENS)
+    model.blocks[0].unshard()  # its weights are in an overflow buffer: another block's are in the assigned one
+    (loss + penalty(model)).backward()
+    torch.testing.assert_close(whole(model.get_parameter(name).grad), plain.get_parameter(name).grad)
+    model.zero_grad()
+    for module in (model, model.blocks[0]):
+        module.unshard()
     early = penalty(model)
     with pytest.raises(RuntimeError, match="came too late to be reduced"):
         (square(model, TOKENS) + early).backward()

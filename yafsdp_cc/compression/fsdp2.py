@@ -161,7 +161,8 @@ class CompressedCommunication:
     def follow_scaler(self, scaler: torch.amp.GradScaler) -> None:
         """Rescale residuals whenever the scale of the losses changes, as ``yafsdp_cc.follow_scaler`` does.
 
-        Call it once, before the first scaled backward. Each encoded sum reads ``scaler.get_scale()``.
+        Call it once, before the first scaled backward. Each encoded sum reads ``scaler.get_scale()``, which
+        synchronizes a GPU.
 
         Args:
             scaler: the scaler of the losses; it is not changed, and referenced weakly.

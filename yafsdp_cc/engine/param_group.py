@@ -330,16 +330,19 @@ class ParamGroup(StepState):
         self.context.wait(unsharded.buffer.handle)
 
     def release(self, unsharded: UnshardedParams) -> None:
-        """End one use of the weights that ``unshard`` has returned; move gradients from leaves of an
-        overflow buffer to those of the assigned one."""
+        """End one use of the weights that ``unshard`` has returned."""
         buffer, stream = unsharded.buffer, self.context.gather_stream
-        if unsharded is not self.unsharded:
-            for leaf, kept in zip(unsharded.leaves, self.unsharded.leaves, strict=True):
-                if leaf.grad is not None:
-                    kept.grad, leaf.grad = leaf.grad if kept.grad is None else kept.grad + leaf.grad, None
+        self.collect_grads(unsharded)
         buffer.users = max(buffer.users - 1, 0)
         if stream.is_ordered:
             buffer.last_use = stream.record(buffer.last_use)
+
+    def collect_grads(self, unsharded: UnshardedParams | None) -> None:
+        """Move gradients from the leaves of ``unsharded``, in an overflow buffer, to those of the assigned buffer."""
+        if unsharded is not None and unsharded is not self.unsharded:
+            for leaf, kept in zip(unsharded.leaves, self.unsharded.leaves, strict=True):
+                if leaf.grad is not None:
+                    kept.grad, leaf.grad = leaf.grad if kept.grad is None else kept.grad + leaf.grad, None
 
     def forget(self, unsharded: UnshardedParams) -> None:
         """Invalidate the weights in their buffer, because the program has written to them."""
@@ -536,6 +539,7 @@ class ParamGroup(StepState):
 
     def post_backward(self) -> None:
         """Reduce the gradients of a backward, all of which are written, or keep them for a later backward."""
+        self.collect_grads(self.held)
         for param, leaf in zip(self.params, self.unsharded.leaves, strict=True):
             if leaf.grad is not None:  # from ops that activation checkpointing ran again
                 param.accumulate_grad(leaf.grad)

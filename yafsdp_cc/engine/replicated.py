@@ -51,8 +51,8 @@ class ReplicatedFlatParam(FlatParam):
         self.leaves = [param.local_range(self.computed) for param in self.params]
         """View of ``computed`` that forwards see of each parameter."""
         self.gate_inputs = [leaf.detach() for leaf in self.leaves]
-        """Aliases of ``leaves`` that enter the root gate. If ``leaves`` entered it, which modules may show outside of
-        forwards, autograd would hold back their gradients until that gate, which sums them, has run."""
+        """Aliases of ``leaves`` that enter the root gate. autograd holds back the gradients of what enters it until
+        that gate, which sums gradients, has run; modules may show ``leaves`` outside of forwards."""
 
     def _new_copies(self) -> Tensor | None:
         """Allocate copies in the dtype of the forward; return None if the parameters have that dtype themselves."""
@@ -108,21 +108,17 @@ class ReplicatedParams:
         self._flags = array("d", bytes(8 * flags))
         self._flags_tensor = torch.frombuffer(self._flags, dtype=torch.float64)
         size = align(self._elements + flags, VECTOR * self._comm.world)
-        dtype = torch.float64 if any(flat.sharded.dtype == torch.float64 for flat in flats) else torch.float32
-        self._summands = torch.zeros(size, dtype=dtype, device=self._comm.device)
+        self.dtype = torch.float64 if any(flat.sharded.dtype == torch.float64 for flat in flats) else torch.float32
+        """Dtype of the buffer that is summed."""
+        self._summands = torch.zeros(size, dtype=self.dtype, device=self._comm.device)
         self._totals = self._summands if self._comm.reduces_in_place else torch.zeros_like(self._summands)
         self._totals_by_flat = self._totals[: self._elements].split(sizes)
-        self._readback = PinnedCopy(flags, dtype, self._comm.device)
-        self._reduce_scatter = ExactReduceScatter(size, dtype)
+        self._readback = PinnedCopy(flags, self.dtype, self._comm.device)
+        self._reduce_scatter = ExactReduceScatter(size, self.dtype)
         self._reduce_scatter.bind(context)
         for flat, grads in zip(flats, self._summands[: self._elements].split(sizes), strict=True):
             for param in flat.params:
                 param.unsharded_grad = param.local_range(grads)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the buffer that is summed."""
-        return self._summands.dtype
 
     def sent_bytes(self) -> int:
         """Return the bytes that this rank sends in one reduction."""

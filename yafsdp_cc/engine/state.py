@@ -533,6 +533,7 @@ class FSDPState(_ModelStep):
             if backward.recomputed:
                 backward.release_recomputed()
             for group in self.groups:  # a backward within this one, or an earlier one, may have left gradients
+                group.collect_grads(group.held)
                 on_leaves = any(leaf.grad is not None for leaf in group.unsharded.leaves)
                 if on_leaves or group.grads is not None or group.deferred:
                     group.post_backward()

@@ -321,6 +321,8 @@ class OneBitOptimizer(Optimizer):
         # a state of torch's AdamW has step counts per parameter only
         seen = [int(state["step"]) for state in self.state.values() if "step" in state]
         self._set_steps(max(*recorded, *seen, 0))
+        for compressed in self._encoded.values():
+            compressed.is_unused = False
         for schedule in self._schedules:  # residuals, which are loaded later, have the decay of the loaded state
             schedule.follow_decay()
         for parameter in self._parameters:

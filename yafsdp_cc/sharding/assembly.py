@@ -392,15 +392,11 @@ class ReplicatedParamsOfMeshes(ReplicatedParams):
     """
 
     def __init__(self, own: ReplicatedParams, others: Sequence[ReplicatedParams]) -> None:
-        self._own, self._all = own, (own, *others)
+        self._own, self._all, self.dtype = own, (own, *others), own.dtype
         self.flats = tuple(flat for each in self._all for flat in each.flats)
         self.params = tuple(param for each in self._all for param in each.params)
         self.leaves = tuple(leaf for each in self._all for leaf in each.leaves)
         self._gate_inputs = tuple(gate_input for each in self._all for gate_input in each._gate_inputs)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._own.dtype
 
     def sent_bytes(self) -> int:
         return sum(each.sent_bytes() for each in self._all)

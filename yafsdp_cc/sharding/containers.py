@@ -76,7 +76,7 @@ class _Copied:
         before, after, own = self._before, _contents(self.passed), _contents(self.given)
         if after.keys() == before.keys() and all(after[key] is each for key, each in before.items()):
             return
-        originals = {id(each): own[key] for key, each in before.items()}
+        originals = {id(each): own.get(key, each) for key, each in before.items()}
         values = {key: written[key] if key in written else originals[id(each)] for key, each in after.items()}
         if isinstance(self.given, (list, deque)):
             self.given.clear()
@@ -101,6 +101,6 @@ def _copied(given: Any, passed: Any) -> list[_Copied]:
         found, own, copies = [_Copied(given, passed)], _contents(given), _contents(passed)
     else:
         return []
-    for key, each in own.items():
-        found += _copied(each, copies[key])
+    for key in (key for key in own if key in copies):  # a class's ``__copy__`` may leave attributes out
+        found += _copied(own[key], copies[key])
     return found
