@@ -120,18 +120,18 @@ def test_links_are_followed(tmp_path):
 
 @ranks(2)
 def test_a_full_disk_of_one_rank(tmp_path):
-    folder = tmp_path / "step"
-    model, optimizer = job("ours")
+    folder, largest = tmp_path / "step", 2**20
+    model = yafsdp_cc.shard(nn.Linear(1024, 1024))
+    optimizer = torch.optim.SGD(model.parameters())
     yafsdp_cc.save(folder, model, optimizer, step=1)
     if dist.get_rank() == 1:
-        # A disk that is full, for this rank alone: nothing larger than this can be written.
-        import gc
+        # A disk that is full, for this rank alone: nothing larger can be written. A store's file is smaller, whose
+        # group's threads may write to it at any time.
         import resource
         import signal
 
-        gc.collect()  # stores of groups that are gone, which write to their files when they are freed
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (largest, largest))
     for asynchronous in (False, True):
         with pytest.raises(RuntimeError, match=r"saving .*: rank 1: .*File too large"):
             yafsdp_cc.save(folder, model, optimizer, asynchronous=asynchronous, step=2).result()

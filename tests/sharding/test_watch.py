@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import signal
+import threading
 import time
 from functools import partial
 
@@ -21,8 +23,8 @@ from yafsdp_cc.sharding.watch import SECONDS
 on_ranks = partial(on_kept_ranks, fresh=True)  # a watch prints to its process's own standard error
 
 
-def trained(steps: int = 2) -> nn.Module:
-    os.environ[SECONDS] = "1"
+def trained(steps: int = 2, seconds: float = 1) -> nn.Module:
+    os.environ[SECONDS] = str(seconds)
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     yafsdp_cc.shard(model, units=[nn.Linear])
     for _ in range(steps):
@@ -90,6 +92,24 @@ def test_ranks_in_different_operations_are_told(capfd: pytest.CaptureFixture[str
     with pytest.raises(RankError):
         on_ranks(2, body, timeout=10)
     assert "yafsdp-cc: the ranks wait in different operations, " in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("ends", ["engine", "process group"])
+def test_a_watch_ends_with_what_it_looks_at(ends: str) -> None:
+    """Its thread holds the group's store, whose server or file would otherwise be there for seconds more."""
+
+    def body() -> None:
+        model = trained(seconds=3600)
+        (watch,) = (each for each in threading.enumerate() if each.name == "yafsdp_cc.watch")
+        if ends == "engine":
+            del model
+            gc.collect()
+        else:
+            dist.destroy_process_group()
+        watch.join(30)
+        assert not watch.is_alive()
+
+    on_ranks(2, body)
 
 
 def test_a_number_of_seconds_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

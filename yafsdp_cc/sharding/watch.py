@@ -51,12 +51,12 @@ def watch(context: GroupContext) -> None:
     if not context.fingerprint.has_peers or seconds <= 0:
         return
     store = _get_default_store()
-    found = next((each for each in _watches if each.of is store and each.is_alive()), None)
+    found = next((each for each in _watches if each.of() is store and each.is_alive()), None)
     if found is None:
         _watches[:] = [found := _Watch(store, torch.distributed.get_rank(), seconds)]
-        found.engines.add(context)
+        found.add(context)
         found.start()
-    found.engines.add(context)
+    found.add(context)
 
 
 os.register_at_fork(after_in_child=_watches.clear)  # threads do not survive a fork
@@ -77,13 +77,19 @@ class _Seen(NamedTuple):
 class _Watch(threading.Thread):
     def __init__(self, store: Store, rank: int, seconds: float) -> None:
         super().__init__(name="yafsdp_cc.watch", daemon=True)
-        self.of = store
-        self.engines: weakref.WeakSet[GroupContext] = weakref.WeakSet()
+        self._wakes = threading.Event()
+        self.of = weakref.ref(store, lambda _: self._wakes.set())
+        self._engines: weakref.WeakSet[GroupContext] = weakref.WeakSet()
         self._store: Store = store.clone()  # type: ignore[attr-defined]  # waits on ``store`` would block this one
         self._rank, self._seconds = rank, seconds
 
+    def add(self, context: GroupContext) -> None:
+        """Look for hangs of one more engine as long as it lives."""
+        self._engines.add(context)
+        weakref.finalize(context, self._wakes.set).atexit = False
+
     def run(self) -> None:
-        """Look whether the engines go on, until there are none or the store is gone."""
+        """Look whether the engines go on, until they or their process group are gone, whose store ends with this."""
         with suppress(RuntimeError):
             self._look()
 
@@ -91,7 +97,7 @@ class _Watch(threading.Thread):
         count, is_written, tells_after = -1, False, self._seconds
         moved = waits = time.monotonic()
         place = ""
-        while engines := list(self.engines):
+        while self.of() is not None and (engines := list(self._engines)):
             now, present = time.monotonic(), sum(each.fingerprint.count for each in engines)
             found = self._waits_in(engines)
             if (present, found) != (count, place):
@@ -110,7 +116,8 @@ class _Watch(threading.Thread):
                 if now - moved >= tells_after and self._tell(ranks, engines):
                     tells_after = 2 * (now - moved)
             del engines
-            time.sleep(self._seconds / 6)
+            self._wakes.wait(self._seconds / 6)
+            self._wakes.clear()
 
     def _frames(self) -> Iterator[FrameType]:
         """Yield the main thread's frames, the innermost one first."""
