@@ -56,6 +56,7 @@ TERMS: dict[str, Term] = {
     "sum": lambda p, o, h: p[W].sum() + p[NORM].sum(),
     "absolute": lambda p, o, h: p[W].abs().sum() + p[W].sum(dim=(0, 1)).sin(),
     "from the start": lambda p, o, h: (p[W] - o[W]).pow(2).sum(),
+    "a sum, read": lambda p, o, h: _full(p[W].pow(2).sum() + p[NORM].pow(2).sum()),
     "mean": lambda p, o, h: p[W].mean() + p[NORM].pow(2).mean(),
     "l1": lambda p, o, h: F.l1_loss(p[W], o[W]),
     "norm": lambda p, o, h: p[W].norm() + p[NORM].norm(),

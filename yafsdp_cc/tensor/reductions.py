@@ -206,11 +206,12 @@ class LazyReduction(DTensor):
 
     def full_tensor(self, **_: Any) -> torch.Tensor:
         """Return a copy of the value, a plain tensor. A collective at first use of the value."""
-        return self.value().clone()
+        return _differentiable_copy(self)
 
     def to_local(self, **_: Any) -> torch.Tensor:
-        """Return the value itself, which every rank has whole: checkpoints of optimizer state are loaded into it."""
-        return self.value()
+        """Return the value, which every rank has whole; outside of autograd no copy of it, since checkpoints of
+        optimizer state are loaded into it."""
+        return self.full_tensor() if self.requires_grad and torch.is_grad_enabled() else self.value()
 
     def numpy(self, *, force: bool = False) -> Any:
         """Return the value as an array, as loggers ask for it. A collective at first use of the value."""
@@ -237,6 +238,21 @@ class LazyReduction(DTensor):
 
     def __reduce_ex__(self, proto: object) -> NoReturn:
         raise TypeError("pickling a norm that is not reduced yet: call .full_tensor() or .item() first")
+
+
+class _DifferentiableCopy(torch.autograd.Function):
+    """Copies the value; the gradient of the copy is that of the ``LazyReduction``, the same on every rank."""
+
+    @staticmethod
+    def forward(ctx: Any, lazy: LazyReduction) -> torch.Tensor:
+        return lazy.value().clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad
+
+
+_differentiable_copy: Callable[[LazyReduction], torch.Tensor] = _DifferentiableCopy.apply
 
 
 def _lazy(partials: Partials, dtype: torch.dtype, value: torch.Tensor | None = None) -> LazyReduction:
