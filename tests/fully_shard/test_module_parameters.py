@@ -44,6 +44,42 @@ def test_a_forward_finds_its_dtype_in_a_parameter_of_another_unit() -> None:
     assert torch.allclose(gradient, 2 * plain.float(), rtol=1e-2)
 
 
+class TrainsInItsForward(Mlp):
+    """Model that runs the backward of its loss itself, part by part, so that one part's logits are alive at a time."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.enter(x)
+        for block in self.blocks:
+            hidden = block(hidden)
+        read = hidden.detach().requires_grad_()
+        loss = torch.zeros(())
+        for part in read.chunk(2):
+            value = self.leave(part).square().mean() / 2
+            value.backward()
+            loss += value.detach()
+        hidden.backward(read.grad)
+        return loss
+
+
+@pytest.mark.parametrize("stays", [None, False])
+@ranks(2)
+def test_a_backward_within_the_forward_leaves_sharded_parameters(stays: bool | None) -> None:
+    model, twin = seeded(TrainsInItsForward), seeded(TrainsInItsForward)
+    for block in model.blocks:
+        yafsdp_cc.fully_shard(block, reshard_after_forward=stays)
+    yafsdp_cc.fully_shard(model, reshard_after_forward=stays)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (model, twin)]
+    for _ in range(3):
+        assert torch.allclose(model(torch.ones(4, WIDTH)), twin(torch.ones(4, WIDTH)))
+        norms = [nn.utils.clip_grad_norm_(each.parameters(), 0.01) for each in (model, twin)]
+        assert torch.allclose(whole(norms[0]), norms[1])
+        for each in optimizers:
+            each.step()
+            each.zero_grad()
+    for mine, right in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.allclose(whole(mine), right, atol=1e-6)
+
+
 class SwitchesItsBlocks(Mlp):
     """Model that freezes weights of its blocks for a pass without gradients, as PEFT's ``disable_adapter()`` does."""
 

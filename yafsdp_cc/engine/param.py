@@ -460,9 +460,8 @@ class UnshardedParams:
         self._aliases = [whole.data for whole in self.flat]
         self._versions = [alias._version for alias in self._aliases]
         self.views = [view for flat, alias in zip(flats, self._aliases, strict=True) for view in flat.views(alias)]
-        # Leaves that collect gradients of operations that reentrant checkpointing runs again. They are views, because
-        # autocast caches casts of leaves that are no views, and would reuse a cast of older weights within one
-        # autocast context.
+        # Leaves that collect gradients of operations that reentrant checkpointing runs again. They are views: autocast
+        # caches casts of leaves that are no views, and would reuse one of older weights within an autocast context.
         with torch.no_grad():
             self.leaves = [view.view_as(view) for view in self.views]
 

@@ -170,7 +170,7 @@ class FSDPState(_ModelStep):
         """Whether no gradient is on its way: all that were written have been reduced to the end."""
         replicas = self.context.replicas
         outputs = () if replicas is None else replicas.outputs
-        # parameters are not asked: ranks write different ones, and all ranks have to find the same
+        # not self.params: ranks differ in which of them have gradients, and all ranks have to find the same
         return not any(each.has_unreduced() for each in (self, self.context, *self.groups, *outputs))
 
     def step_states(self) -> Iterator[StepState]:
@@ -334,7 +334,7 @@ class FSDPState(_ModelStep):
         self.wait_for_transfers()
         for flat in self.replicated.flats:
             flat.check_unwritten()
-        if iteration is not None and iteration.has_gate:
+        if iteration is not None and iteration.has_gate and not iteration.was_reached:
             for observer in self.context.observers:
                 observer.after_forward()
 
@@ -459,6 +459,7 @@ class FSDPState(_ModelStep):
 
     def _stop_awaiting(self, iteration: IterationState) -> None:
         """Uncount a forward whose backward has come, unless that backward keeps the graph for another one."""
+        iteration.was_reached = True
         if not _keeps_graph():
             if iteration.awaited_version == self._awaited_version:
                 self.awaited_backwards -= 1
@@ -678,10 +679,10 @@ class IterationState:
         self.trained: list[FSDPParam] = []
         """Replicated parameters whose gradients pass through the root gate."""
         self.trains = False
-        """Whether an input or a parameter seen so far requires a gradient, so that later calls expect a backward;
-        equal on all ranks that train the same parameters."""
+        """Whether an input or a parameter seen so far requires a gradient: all ranks then expect a backward."""
         self.has_gate = False
         """Whether the root gate was made, so that a backward may come."""
+        self.was_reached = False  # by a backward, perhaps within the forward
         self.awaited_version: int | None = None
         """Version of the weights at this forward, while it is counted in ``awaited_backwards``."""
         self._pending: Counter[ParamGroup] = Counter()
