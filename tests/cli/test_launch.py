@@ -145,6 +145,21 @@ inner()
     assert "rank 0 has come so far\n" in log(tmp_path, 0)
 
 
+def test_a_rank_that_left_without_an_exception_was_first(tmp_path: Path) -> None:
+    body = """
+dist.barrier()
+if rank == 1:
+    say("a library gives up")
+    os._exit(3)
+dist.all_reduce(torch.ones(1000))
+"""
+    ran = yafsdp_cc(*TWO, script(tmp_path, body), folder=tmp_path)
+    assert ran.returncode == 3
+    assert "yafsdp-cc: rank 0 failed after it: RuntimeError: " in ran.stderr
+    assert "yafsdp-cc: the last lines of rank 1:\n  a library gives up\n" in ran.stderr
+    assert ran.stderr.endswith("yafsdp-cc: rank 1 failed first: exit status 3\n")
+
+
 @pytest.mark.parametrize(
     ("last_words", "status", "summary"),
     [
@@ -638,6 +653,24 @@ say('saved')
             os.kill(pid, signal.SIGUSR1)
         out, err = process.communicate(timeout=60)
         assert (process.returncode, out) == (0, "saved\n" * 2), err
+
+
+def test_gloo_s_threads_get_the_interpreter_once_more_before_it_ends(tmp_path: Path) -> None:
+    """Without the launcher: a thread that asks for the interpreter while it ends would abort the process."""
+    body = """
+import sys, threading, torch.distributed as dist, yafsdp_cc.ranks.groups
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+ends = threading.Event()
+def release():
+    ends.wait()
+    print("released", flush=True)
+threading.Thread(target=release, daemon=True).start()
+sys.setswitchinterval(10)
+ends.set()
+"""
+    command = [sys.executable, "-c", body]
+    ran = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True)
+    assert ran.stdout == "released\n"
 
 
 @pytest.mark.parametrize("method", ["fork", also("spawn")])

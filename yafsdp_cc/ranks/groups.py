@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import time
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from datetime import timedelta
@@ -14,6 +16,14 @@ from yafsdp_cc.ranks.mesh import all_gather_single
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+@atexit.register
+def _let_threads_release() -> None:
+    """Leave the interpreter to gloo's threads once more: one of them may have to release the last collective's tensors,
+    which aborts the process, of any program with gloo, if the interpreter is ending by then."""
+    if dist.is_available() and dist.is_initialized():
+        time.sleep(0.05)
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:

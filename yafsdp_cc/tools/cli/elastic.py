@@ -10,6 +10,7 @@ import argparse
 import errno
 import json
 import os
+import re
 import signal
 import socket
 import sys
@@ -401,4 +402,7 @@ def _in_order(failures: Mapping[int, ProcessFailure]) -> list[Failure]:
     # the launcher itself ends the remaining ranks.
     killed = [failure for failure in silent if failure.exit_code < 0 and failure.exit_code != -signal.SIGTERM]
     left = [failure for failure in silent if failure.exit_code > 0]
-    return [*killed, *sorted(wrote), *left] or silent
+    wrote.sort()
+    if wrote and re.search("(closed|reset) by peer", wrote[0].traceback):  # by one that left without an exception
+        return [*killed, *left, *wrote]
+    return [*killed, *wrote, *left] or silent
