@@ -115,7 +115,37 @@ def test_links_are_followed(tmp_path):
     assert sorted(each.name for each in tmp_path.iterdir()) == ["disk", "latest", "weights"]
 
 
+# Whose values are saved
+
+
+@ranks(2)
+def test_what_ranks_have_of_their_own_is_saved_from_the_first(tmp_path):
+    """Running means and variances, an ignored layer and its optimizer's state: none of them is another rank's."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 16), nn.BatchNorm1d(16))
+    ignored = list(model[2].parameters())
+    yafsdp_cc.shard(model, ignored_params=ignored)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(4, 16)).sum().backward()
+    optimizer.step()
+    own = [*model.buffers(), *ignored, *(value for each in ignored for value in optimizer.state[each].values())]
+    for each in own:
+        each.data.fill_(dist.get_rank() + 1)
+    yafsdp_cc.save(tmp_path / "step", model, optimizer)
+    yafsdp_cc.load(tmp_path / "step", model, optimizer)
+    own = [*model.buffers(), *ignored, *(value for each in ignored for value in optimizer.state[each].values())]
+    assert {float(value) for each in own for value in each.unique()} == {1.0}
+
+
 # What goes wrong
+
+
+def test_a_folder_that_a_process_works_in_is_not_replaced(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=f"{tmp_path} is the working directory, .*: name a folder in it"):
+        yafsdp_cc.save(".", nn.Linear(2, 2))
+    yafsdp_cc.save("step", nn.Linear(2, 2))
+    assert os.listdir(tmp_path) == ["step"]
 
 
 @ranks(2)
@@ -261,6 +291,7 @@ def extras(folder):
         "random": {"torch": torch.get_rng_state(), "python": random.getstate()},
         "rank": rank,
         "parameter": nn.Parameter(torch.ones(2)),
+        "best": {"loss": float("nan"), "losses": torch.tensor([1.0, float("nan")])},
     }
     yafsdp_cc.save(folder, model, **kept)
     found = yafsdp_cc.load(folder, model)
@@ -280,6 +311,7 @@ def elsewhere(folder):
         found = yafsdp_cc.load(folder, model)
     assert found["step"] == 3
     assert "rank" not in found
+    assert "best" in found  # not a number is alike on all ranks
     [message] = [str(each.message) for each in caught if "left out" in str(each.message)]
     assert re.search(r"was saved by 2 ranks and is loaded by 3: random, rank differed between ranks", message)
 

@@ -23,7 +23,7 @@ from yafsdp_cc.checkpoint import compression, files, replicas
 from yafsdp_cc.checkpoint.files import Replacement
 from yafsdp_cc.checkpoint.ranks import by_torch, check_arguments, check_is_one_model, meet, place_in, together
 from yafsdp_cc.checkpoint.state import as_sequence, check_plain, host_copy, state_of, unwrapped
-from yafsdp_cc.checkpoint.writer import CheckpointWriter
+from yafsdp_cc.checkpoint.writer import CheckpointWriter, FirstRankPlanner
 from yafsdp_cc.ranks.checks import all_gather_objects
 from yafsdp_cc.replicas.sync import synchronize_replicas
 
@@ -142,7 +142,7 @@ def _write(path: Path, state: dict[str, Any], content: bytes, group: Group) -> N
             files.write(folder / files.extra_name(rank, world), content)
         writer = CheckpointWriter(folder, all_gather_objects(zlib.crc32(content), group), is_shared=True)
         with by_torch(f"saving {path}", group) as which:
-            state_dict_saver.save(state, storage_writer=writer, **which)
+            state_dict_saver.save(state, storage_writer=writer, planner=FirstRankPlanner(), **which)
         with together(group):
             if replacement is not None:
                 files.write(folder / files.METADATA, writer.table)

@@ -10,7 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, FileSystemWriter
+from torch.distributed.tensor import DTensor
 
 from yafsdp_cc.checkpoint import files
 from yafsdp_cc.checkpoint.reader import CRC, EXTRA_SUMS
@@ -67,6 +69,18 @@ class CheckpointWriter(FileSystemWriter):
         meta = super().storage_meta()
         vars(meta)[EXTRA_SUMS] = self._extra_sums
         return meta
+
+
+class FirstRankPlanner(DefaultSavePlanner):
+    """Plans that the first rank alone writes what is no DTensor, such as buffers and ignored parameters, and so one
+    rank's values of all of them; torch divides such tensors among the ranks, whose values may differ."""
+
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        if not self.is_coordinator:
+            items = [each for each in plan.items if isinstance(self.state_dict[each.index.fqn], DTensor)]
+            self.plan = plan = replace(plan, items=items)
+        return plan
 
 
 class _SummingTransforms:
