@@ -195,6 +195,7 @@ def test_names_of_its_own_are_not_overwritten(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_written_is_told_by_name(tmp_path: Path) -> None:
+    text: dict[str, Any] = {"name": "x"}
     with pytest.raises(ValueError, match=r"metrics.jsonl cannot be written: keys must be"):
         Metrics(nn.Linear(2, 2), tmp_path, settings={("a", 1): 2})  # type: ignore[dict-item]
     with (
@@ -202,6 +203,22 @@ def test_what_cannot_be_written_is_told_by_name(tmp_path: Path) -> None:
         Metrics(nn.Linear(2, 2), tmp_path, every=1, show=False) as log,
     ):
         log.step(torch.ones(2))
+    with (
+        pytest.raises(ValueError, match=r"Metrics: name is 'x': pass a number"),
+        Metrics(nn.Linear(2, 2), tmp_path, every=1, show=False) as log,
+    ):
+        log.step(1.0, **text)
+
+
+@ranks(2)
+def test_tensors_are_means_of_what_all_ranks_call_alike(tmp_path: Path) -> None:
+    with Metrics(nn.Linear(2, 2), tmp_path, show=False) as log:
+        log.record(seen=torch.tensor(2**24 + 1), lr=torch.tensor(0.25, dtype=torch.float64), epoch=dist.get_rank())
+        with pytest.raises(ValueError, match=r"Metrics: ranks gave tensors of different names, \['val_\w'\] and"):
+            log.record(**{f"val_{'ab'[dist.get_rank()]}": torch.tensor(1.0)})
+    dist.barrier()
+    (line,) = written(tmp_path, "eval")
+    assert (line["seen"], line["lr"], line["epoch"]) == (2**24 + 1, 0.25, 0)
 
 
 def test_training_goes_on_where_the_disk_is_full(tmp_path: Path) -> None:

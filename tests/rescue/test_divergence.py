@@ -112,7 +112,23 @@ def test_steps_of_an_optimizer_that_differ_are_named() -> None:
     step(model, optimizer)
     if dist.get_rank() == 1:
         optimizer.state[next(model.parameters())]["step"] += 1
-    with pytest.raises(yafsdp_cc.DivergenceError, match=r"another 'optimizer's step of 0.0.weight' than ranks 0"):
+    with pytest.raises(yafsdp_cc.DivergenceError, match=r"another 'optimizer's step of 0.0.weight' than rank 0, "):
+        watch.step()
+
+
+@ranks(2)
+def test_what_the_engine_ignores_may_differ() -> None:
+    torch.manual_seed(dist.get_rank())
+    own = nn.Linear(8, 8)
+    model = nn.Sequential(nn.Linear(8, 8), own)
+    yafsdp_cc.shard(model, ignored_params=list(own.parameters()), sync_module_states=True)
+    optimizer = torch.optim.AdamW(model.parameters())
+    watch = yafsdp_cc.DivergenceWatch(model, optimizer, every=1)
+    for _ in range(3):
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.state[own.weight]["step"] += dist.get_rank()
         watch.step()
 
 

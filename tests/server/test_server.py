@@ -141,7 +141,7 @@ def test_late_gradients_update_as_in_one_process_and_after_a_resume(rule: str, t
             counted = server.shard.delays
             server.close()
             model = net()
-            server = ParameterServer(model, **settings)
+            server = ParameterServer(model, **settings | {"lr": 0.5})  # the rate is that of the checkpoint
             server.load_state_dict(torch.load(tmp_path / f"{rank}.pt"))
             server.pull()
             dist.barrier()

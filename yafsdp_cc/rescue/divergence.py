@@ -64,11 +64,12 @@ class DivergenceWatch:
         units = self._units()
         unit = list(units)[self._compared % len(units)]
         self._compared += 1
+        known = set().union(*units.values())
         names: dict[Tensor, str] = {each: plain_name(name) for name, each in self._model.named_parameters()}
         own = {name: _found(each) for each, name in names.items() if each in units[unit] or _is_replicated(each)}
         for optimizer in self._optimizers:
             for parameter, state in optimizer.state.items():
-                if "step" in state:
+                if "step" in state and (parameter in known or parameter not in names):
                     own[f"optimizer's step of {names.get(parameter, 'a parameter')}"] = ((), int(state["step"]))
         values: defaultdict[tuple[str, Hashable], dict[int, int]] = defaultdict(dict)
         for rank, each in enumerate(all_gather_objects(own, group)):
@@ -79,10 +80,12 @@ class DivergenceWatch:
                 raise DivergenceError(_told(name, unit, by_rank, self._steps))
 
     def _units(self) -> dict[str, set[Tensor]]:
-        """Return the parameters of each unit, by the unit's name."""
+        """Return the parameters of each unit, by the unit's name, without those that the engine ignores."""
         units: defaultdict[str, set[Tensor]] = defaultdict(set)
         wrapped = [name for name, module in self._model.named_modules() if isinstance(module, FSDPModule)]
         for name, parameter in self._model.named_parameters():
+            if wrapped and not isinstance(parameter, DTensor):
+                continue  # ignored: ranks may have values of their own
             around = [each for each in wrapped if name.startswith(f"{each}.")]
             units[max(around, key=len, default="")].add(parameter)
         return units
@@ -107,8 +110,7 @@ def _told(name: str, unit: str, values: dict[int, int], steps: int) -> str:
     others = [rank for rank in values if rank not in alike]
     among = "" if 2 * count > len(values) else ", and which of them is right cannot be told"
     return (
-        f"after {steps} steps {named_ranks(others)} had another '{name}' than ranks {', '.join(map(str, alike))}"
-        f"{among} (compared: unit '{unit or '(root)'}' and all replicated parameters). A bit has flipped, or code has "
-        "changed it on some ranks alone: go on from the last snapshot or checkpoint, and test that machine if it "
-        "happens again"
+        f"after {steps} steps {named_ranks(others)} had another '{name}' than {named_ranks(alike)}{among} (compared: "
+        f"unit '{unit or '(root)'}' and all replicated parameters). A bit has flipped, or code has changed it on some "
+        "ranks alone: go on from the last snapshot or checkpoint, and test that machine if it happens again"
     )

@@ -472,6 +472,7 @@ class ServerShard:
         return {
             "weights": self.weights.detach().clone(),
             "optimizer": self._optimizer.state_dict(),
+            "rate": self._rate,
             "mean_square": self._mean_square,
             "version": self.version,
             "clocks": self.clocks,
@@ -492,5 +493,6 @@ class ServerShard:
             raise ValueError(f"the checkpoint was made with adaptive={saved}: pass that, in place of {not saved}")
         self.weights.detach().copy_(state["weights"])
         self._optimizer.load_state_dict(state["optimizer"])
+        self._rate = state.get("rate", self._rate)  # files of versions before this one have none
         self._mean_square, self.version = state["mean_square"], state["version"]
         self.clocks, self._held = list(state["clocks"]), dict(state["held"])

@@ -28,7 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from yafsdp_cc.api import counters_of, plan_of
 from yafsdp_cc.engine.spec import spec_of
 from yafsdp_cc.fsdp2.module import require_state
-from yafsdp_cc.ranks.checks import refused_together
+from yafsdp_cc.ranks.checks import all_gather_objects, refused_together
 from yafsdp_cc.sharding.assembly import state_of
 
 FILE = "metrics.jsonl"
@@ -97,7 +97,8 @@ class Metrics:
         """Count an optimizer step; report if one is due, or if there are further values.
 
         Args:
-            loss: loss of this step. A tensor of one element is averaged over the ranks; a number is taken as it is.
+            loss: loss of this step. A tensor of one element is averaged over the ranks, a collective; a number is taken
+                as it is.
             tokens: number of tokens of all ranks together in this step.
             values: further figures of the step, such as ``lr``.
         """
@@ -110,7 +111,7 @@ class Metrics:
         self._stepped = time.perf_counter()
 
     def report(self, **values: Tensor | float) -> None:
-        """Report the steps since the last report now; tensors are averaged over the ranks."""
+        """Report the steps since the last report now; tensors are averaged over the ranks, a collective."""
         means = self._means(values)
         found = self._speed() if self._pending else {}  # a second report of one step has no times
         self._write("step", {**means, **found, **self._memory(), "step": self.steps_made})
@@ -191,16 +192,15 @@ class Metrics:
 
     def _means(self, values: dict[str, Tensor | float]) -> dict[str, float]:
         """Return the values, tensors as means over the ranks."""
-        tensors = {name: value.detach().float() for name, value in values.items() if isinstance(value, Tensor)}
-        for name, value in tensors.items():
-            if value.numel() != 1:
-                raise ValueError(f"Metrics: {name} has shape {tuple(value.shape)}: pass one number, such as its mean")
-        if tensors:
-            stacked = torch.stack([value.reshape(()) for value in tensors.values()])
-            if self._ranks > 1:
-                dist.all_reduce(stacked)
-            values = values | dict(zip(tensors, (stacked / self._ranks).tolist(), strict=True))
-        return {name: float(value) for name, value in values.items()}
+        group = [dist.distributed_c10d._get_default_group()] if self._ranks > 1 else []
+        numbers = {name: _number(name, value) for name, value in values.items()}
+        own = {name: number for name, number in numbers.items() if isinstance(values[name], Tensor)}
+        if own:
+            everywhere = all_gather_objects(own, group)
+            if other := next((each for each in everywhere if each.keys() != own.keys()), None):
+                raise ValueError(f"Metrics: ranks gave tensors of different names, {sorted(own)} and {sorted(other)}")
+            numbers |= {name: sum(each[name] for each in everywhere) / len(everywhere) for name in own}
+        return numbers
 
     def _sent(self) -> dict[str, int]:
         return self._counters("gathered_bytes", "reduced_bytes")
@@ -211,6 +211,15 @@ class Metrics:
     def _counters(self, *names: str) -> dict[str, int]:
         found = [counters_of(each) for each in self._sharded]
         return {name: sum(getattr(each, name) for each in found) for name in names} if found else {}
+
+
+def _number(name: str, value: Tensor | float) -> float:
+    if isinstance(value, Tensor) and value.numel() != 1:
+        raise ValueError(f"Metrics: {name} has shape {tuple(value.shape)}: pass one number, such as its mean")
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"Metrics: {name} is {value!r}: pass a number, or a tensor of one element") from error
 
 
 def _sharded_in(module: nn.Module) -> Iterator[nn.Module]:
