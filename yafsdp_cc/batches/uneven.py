@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from yafsdp_cc.batches.skipped import check_outside_of_block
 from yafsdp_cc.engine.autograd import map_tensors
 from yafsdp_cc.fsdp2.module import require_state
+from yafsdp_cc.ranks.checks import all_gather_objects
 from yafsdp_cc.ranks.mesh import all_groups, all_reduce_over
 from yafsdp_cc.replicas.sync import refuse_sync
 
@@ -59,7 +60,8 @@ class UnevenBatches:
                     return
                 last = batch if has_data else last
                 if is_first and count < self._mesh.size():
-                    last = self._first_of_others(batch, has_data)
+                    offered = all_gather_objects((batch,) if has_data else None, all_groups(self._mesh))
+                    last = batch if has_data else next(each[0] for each in offered if each)
                 is_first = False
                 self.weight = self._mesh.size() / count if has_data else 0.0
                 yield last  # type: ignore[misc]
@@ -96,16 +98,6 @@ class UnevenBatches:
                 "raised"
             )
         return count
-
-    def _first_of_others(self, batch: Any, has_data: bool) -> Any:
-        """Return ``batch``, or if this rank has none, the one of a rank that has one."""
-        for group in all_groups(self._mesh):
-            offered: list[Any] = [None] * group.size()
-            dist.all_gather_object(offered, (batch,) if has_data else None, group=group)
-            found = next((each for each in offered if each is not None), None)
-            if not has_data and found is not None:
-                batch, has_data = found[0], True
-        return batch
 
 
 _END: Any = object()

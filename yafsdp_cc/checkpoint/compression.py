@@ -16,6 +16,7 @@ from yafsdp_cc.compression.fallback import CodecFallback
 from yafsdp_cc.compression.schedule import CompressionSchedule
 from yafsdp_cc.compression.state import (
     carry_over_residuals,
+    compressed_sums,
     empty_kept_weights,
     empty_residuals,
     kept_weights,
@@ -25,8 +26,6 @@ from yafsdp_cc.compression.state import (
     local_residuals,
     mean_estimates,
     mean_residuals,
-    resume_rounding,
-    rounded_sums,
 )
 from yafsdp_cc.fsdp2.module import ShardedModule, require_state
 from yafsdp_cc.ranks.checks import all_gather_objects, refused_together
@@ -58,7 +57,8 @@ def local_state(model: nn.Module) -> dict[str, Any]:
     _, behind = kept_weights(state)
     saved = {LOCAL: local_residuals(state), STEPS: schedule.steps, **({BEHIND: behind} if behind else {})}
     # save the decay that residuals have: a scheduler may have changed the optimizer's since the last forward
-    saved |= {DECAY: (schedule.beta, schedule.share), ROUNDED: rounded_sums(state)}
+    saved[DECAY] = schedule.beta, schedule.share
+    saved[ROUNDED] = {flat.name: compressed.rounded for flat, compressed in compressed_sums(state)}
     if (fallback := CodecFallback.of(state)) is not None:
         saved[FALLBACK] = fallback.state_dict()
     if schedule.clip is not None:
@@ -125,7 +125,8 @@ def load_state(model: nn.Module, loaded: dict[str, Any], extra: dict[str, Any], 
         if steps is not None:
             schedule.resume(steps)
             state.outdated |= not schedule.phase.encodes  # assemble anew: exact sums need scratch buffers
-        resume_rounding(state, rounded)
+        for flat, compressed in compressed_sums(state):  # the random numbers go on
+            compressed.rounded = rounded.get(flat.name, compressed.rounded)
         schedule.resume_decay(decay)
         if fallen is not None and (fallback := CodecFallback.of(state)) is not None:
             fallback.load_state_dict(fallen)

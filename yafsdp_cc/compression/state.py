@@ -205,17 +205,6 @@ def load_local_residuals(state: FSDPState, saved: Mapping[str, Any]) -> bool:
     return True
 
 
-def rounded_sums(state: FSDPState) -> dict[str, int]:
-    """Return how many sums were rounded at random, by names of flat parameters."""
-    return {flat.name: compressed.rounded for flat, compressed in compressed_sums(state)}
-
-
-def resume_rounding(state: FSDPState, rounded: Mapping[str, int]) -> None:
-    """Resume the random numbers after the counts that ``rounded_sums`` returned."""
-    for flat, compressed in compressed_sums(state):
-        compressed.rounded = rounded.get(flat.name, compressed.rounded)
-
-
 def _form(state: FSDPState, flat: FlatParam, compressed: CompressedSum) -> list[Any]:
     """Return the facts that must be equal for a rank's residual to be loaded unchanged."""
     ranks = [group.size() for group in all_groups(state.context.info.mesh)]

@@ -45,17 +45,22 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import AllToAllOptions
 
 from yafsdp_cc.compression import error_feedback
 from yafsdp_cc.compression.codec import BLOCK, codec_of
 from yafsdp_cc.compression.error_feedback import EF21, Residual, lost_share
-from yafsdp_cc.replicas.messages import PeerMessage
+from yafsdp_cc.engine.streams import comm_stream
 from yafsdp_cc.replicas.optimizer_state import mean_state, write_state
 from yafsdp_cc.replicas.sync import LocalBuffer, ReplicaSync, sum_over
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
+    from yafsdp_cc.engine.communicator import Works
+    from yafsdp_cc.engine.streams import CommHandle
+
+_HEADER_TAG, _DATA_TAG = 3, 4
 _NO_STEP = -1
 """Value in place of a step's number from a replica that makes no more steps before all replicas meet."""
 _COUNTED = 1 << 20
@@ -118,19 +123,37 @@ class Gossip(ReplicaSync):
                 f"codec={self.codec!r} loses {lost:.1%} of what a message should hold, and errors of more than "
                 f"{most:.1%} grow among {self.comm.world} replicas: take int4 or int8"
             )
-        self._content = _Exact(self._biased) if self.codec is None else _Encoded(self._biased, self.codec, edges)
-        self._message = PeerMessage(self.comm, self._content.message(), self._content.message())
+        self._minus_sent: list[Residual] = []
+        """Minus the estimate h that each receiving peer has of this rank's weights: EF21 residuals; empty if exact."""
+        self._of_source: list[Tensor] = []
+        """Estimate h of the weights of each peer that sends to this rank; empty if exact."""
+        message = torch.zeros_like(self._biased.data)
+        numel, self._codec = message.numel(), None if self.codec is None else codec_of(self.codec, BLOCK)
+        if self._codec is not None:
+            self._scratch, self._counts = torch.empty_like(message), self._biased.counts()
+            self._minus_sent = [Residual.zeros(1, numel, torch.float32, BLOCK, self.device) for _ in range(edges)]
+            self._of_source = [torch.zeros_like(message) for _ in range(edges)]
+            message = torch.zeros(1, self._codec.message_bytes(numel), dtype=torch.uint8, device=self.device)
+        self._sent, self._received = message, torch.zeros_like(message)
+        self._sent_header = torch.zeros(2, dtype=torch.float32, device=self.device)
+        """Number of the step and push-sum weight, which precede each message."""
+        self._received_header = torch.zeros_like(self._sent_header)
+        self._stream = comm_stream(self.device)
+        self._header_handle, self._handle = self._stream.handle(), self._stream.handle()
         self._restart()
 
     def planned_bytes(self) -> int:
         """Return the bytes that this rank sends per step."""
-        return self._message.sent_bytes() if self.comm.world > 1 else 0
+        return self._sent.nbytes + self._sent_header.nbytes if self.comm.world > 1 else 0
 
     def memory(self) -> Mapping[str, int]:
+        estimates = sum(each.nbytes for each in self._minus_sent) + sum(each.nbytes for each in self._of_source)
+        if self._codec is not None:
+            estimates += self._scratch.nbytes + self._counts.nbytes
         named = {
             "biased weights": self._biased.nbytes + self._push_weight.nbytes,
-            "messages to and from peers": self._message.nbytes,
-            "estimates of peers": self._content.nbytes,
+            "messages to and from peers": 2 * (self._sent.nbytes + self._sent_header.nbytes),
+            "estimates of peers": estimates,
         }
         return {name: nbytes for name, nbytes in named.items() if nbytes}
 
@@ -154,38 +177,53 @@ class Gossip(ReplicaSync):
 
     def _exchange(self, step: int) -> None:
         """Send a message, and receive the one of this step, or of the step before."""
-        message = self._message
         if self._is_in_flight:
             self._wait(step - 1)
-        self._push(step % len(self._distances), message.sent)
+        self._push(step % len(self._distances))
         self._write_header(step % _COUNTED)
         if self._is_in_flight:
-            self._receive_message(step - 1)
-        message.start(*self._peers(step))
+            self._receive(step - 1)
+        self._start(step, self._header_handle, self._sent_header, self._received_header, _HEADER_TAG)
+        self._start(step, self._handle, self._sent.view(-1), self._received.view(-1), _DATA_TAG)
         self._is_in_flight = True
         if self.overlap == 0:
             self._wait(step)
-            self._receive_message(step)
+            self._receive(step)
 
-    def _peers(self, step: int) -> tuple[int, int]:
-        """Return the ranks that this one sends to and receives from."""
+    def _start(self, step: int, handle: CommHandle, sent: Tensor, received: Tensor, tag: int) -> None:
+        """Start to send to one peer and to receive from another: over NCCL in one grouped exchange without others, over
+        gloo by point-to-point messages, so that a replica waits for its sender alone."""
+        group, world, rank = self.comm.group, self.comm.world, self.comm.rank
         distance = self._distances[step % len(self._distances)]
-        return (self.comm.rank + distance) % self.comm.world, (self.comm.rank - distance) % self.comm.world
+        to, source = (rank + distance) % world, (rank - distance) % world
+
+        def exchange(async_op: bool) -> Works:
+            if sent.is_cpu:
+                return [group.recv([received], source, tag), group.send([sent], to, tag)]
+            theirs, ours = [0] * world, [0] * world
+            theirs[source], ours[to] = received.numel(), sent.numel()
+            options = AllToAllOptions()
+            options.asyncOp = async_op
+            work = group.alltoall_base(received, sent, theirs, ours, options)
+            return [] if work is None else [work]
+
+        self._stream.wait_for_caller()
+        self._stream.issue(handle, exchange)
 
     def _write_header(self, step: int) -> None:
-        self._message.sent_header[0] = step
-        self._message.sent_header[1] = self._push_weight
+        self._sent_header[0] = step
+        self._sent_header[1] = self._push_weight
 
     def _wait(self, step: int) -> None:
         """Wait until the message of a step has arrived, and this rank's own has been sent."""
-        self._message.wait_header()
+        self._header_handle.wait()
         self._check_header(step % _COUNTED)
-        self._message.wait()
+        self._handle.wait()
 
     def _check_header(self, step: int) -> None:
         if self.device.type != "cpu":
             return  # reading a header on a GPU would wait for the network
-        found, weight = self._message.received_header.tolist()
+        found, weight = self._received_header.tolist()
         if found != step:
             raise RuntimeError(
                 f"replicas have made different numbers of steps (this one {self._steps} since they had the same "
@@ -197,20 +235,28 @@ class Gossip(ReplicaSync):
                 f"a replica has sent a push-sum weight of {weight}, which is not positive: data was lost"
             )
 
-    def _receive_message(self, step: int) -> None:
+    def _push(self, edge: int) -> None:
+        """Move half of this rank's weights to the message, and halve ``_push_weight``, which is sent with them."""
+        weight, biased = self._push_weight.mul_(0.5), self._biased.data
+        if self._codec is None:
+            self._sent.copy_(biased.mul_(0.5))
+            return
+        residual = self._minus_sent[edge]
+        shown = torch.div(biased, 2 * weight, out=self._scratch).unsqueeze(0)
+        error_feedback.encode(self._codec, shown, self._sent, counts=self._counts, residual=residual, recursion=EF21)
+        biased.addcmul_(residual.values[0], weight)
+
+    def _receive(self, step: int) -> None:
         """Add the message of a step to this rank's weights."""
-        message = self._message
-        self._receive(step % len(self._distances), message.received_header[1], message.received)
-        self._is_in_flight = False
-
-    def _push(self, edge: int, sent: Tensor) -> None:
-        """Move half of this rank's weights to ``sent``, and halve ``_push_weight``, which is sent with them."""
-        self._push_weight.mul_(0.5)
-        self._content.push(self._push_weight, edge, sent)
-
-    def _receive(self, edge: int, weight: Tensor, received: Tensor) -> None:
-        self._content.receive(weight, edge, received)
+        weight, biased = self._received_header[1], self._biased.data
+        if self._codec is None:
+            biased.add_(self._received)
+        else:
+            estimate = self._of_source[step % len(self._distances)]
+            error_feedback.decode_differences(self._codec, self._received, estimate.numel(), estimate, self._scratch)
+            biased.addcmul_(estimate, weight)
         self._push_weight.add_(weight)
+        self._is_in_flight = False
 
     def _show(self) -> None:
         for biased, local in zip(self._biased.views, self.locals(), strict=True):
@@ -243,15 +289,16 @@ class Gossip(ReplicaSync):
         """Receive all messages in flight, and check that all replicas have made the same steps."""
         if self._is_in_flight:
             self._wait(self._steps - 1)
-            self._receive_message(self._steps - 1)
+            self._receive(self._steps - 1)
         self._write_header(_NO_STEP)
-        self._message.start_header(*self._peers(self._steps))
-        self._message.wait_header()
+        self._start(self._steps, self._header_handle, self._sent_header, self._received_header, _HEADER_TAG)
+        self._header_handle.wait()
         self._check_header(_NO_STEP)
 
     def load_state(self, state: Mapping[str, Sequence[Tensor]]) -> None:
         if self._is_in_flight:
-            self._message.wait()
+            self._header_handle.wait()
+            self._handle.wait()
         self._restart()
 
     def _restart(self) -> None:
@@ -259,7 +306,10 @@ class Gossip(ReplicaSync):
         for biased, local in zip(self._biased.views, self.locals(), strict=True):
             biased.copy_(local)
         self._push_weight.fill_(1.0)
-        self._content.restart()
+        for residual in self._minus_sent:
+            torch.neg(self._biased.data, out=residual.values[0])
+        for estimate in self._of_source:
+            estimate.copy_(self._biased.data)
         self._steps, self._is_in_flight = 0, False
         self._versions = [each._version for each in self.locals()]
 
@@ -272,69 +322,3 @@ _GRAPHS: dict[str, Callable[[int], list[int]]] = {
     "ring": lambda world: [1],
 }
 """For each graph, the distances in ranks to the peers of a rank, given the number of ranks."""
-
-
-# Contents of messages ----------------------------------------------------------------------------------------------
-
-
-class _Exact:
-    """Moves weights to and from the buffers of messages, in fp32; ``edge`` is the index of a peer."""
-
-    nbytes = 0
-    """Bytes of buffers beside the messages."""
-
-    def __init__(self, biased: LocalBuffer) -> None:
-        self._biased = biased.data
-
-    def message(self) -> Tensor:
-        """Return a new buffer for a message."""
-        return torch.empty_like(self._biased)
-
-    def push(self, weight: Tensor, edge: int, sent: Tensor) -> None:
-        """Move half of the biased weights to ``sent``. ``weight`` is sent with it: half of the push-sum weight."""
-        self._biased.mul_(0.5)
-        sent.copy_(self._biased)
-
-    def receive(self, weight: Tensor, edge: int, received: Tensor) -> None:
-        """Decode ``received`` and add it to the biased weights. ``weight`` was received with it."""
-        self._biased.add_(received)
-
-    def restart(self) -> None:
-        """Restart from the biased weights, which all replicas have."""
-
-
-class _Encoded(_Exact):
-    """Messages of differences to an estimate of the sender's weights, which both ends of an edge hold."""
-
-    def __init__(self, biased: LocalBuffer, codec: str, edges: int) -> None:
-        super().__init__(biased)
-        self._codec, self._counts = codec_of(codec, BLOCK), biased.counts()
-        numel, device = biased.data.numel(), biased.data.device
-        self._scratch = torch.empty_like(biased.data)
-        self._minus_sent = [Residual.zeros(1, numel, torch.float32, BLOCK, device) for _ in range(edges)]
-        """Minus the estimate h that each receiving peer has of this rank's weights: an EF21 residual."""
-        self._of_source = [torch.zeros_like(biased.data) for _ in range(edges)]
-        """Estimate h of the weights of each peer that sends to this rank."""
-        kept = sum(each.nbytes for each in self._minus_sent) + sum(each.nbytes for each in self._of_source)
-        self.nbytes = kept + self._scratch.nbytes + self._counts.nbytes
-
-    def message(self) -> Tensor:
-        size = self._codec.message_bytes(self._scratch.numel())
-        return torch.zeros(1, size, dtype=torch.uint8, device=self._scratch.device)
-
-    def push(self, weight: Tensor, edge: int, sent: Tensor) -> None:
-        minus_sent = self._minus_sent[edge]
-        shown = torch.div(self._biased, 2 * weight, out=self._scratch).unsqueeze(0)
-        error_feedback.encode(self._codec, shown, sent, counts=self._counts, residual=minus_sent, recursion=EF21)
-        self._biased.addcmul_(minus_sent.values[0], weight)
-
-    def receive(self, weight: Tensor, edge: int, received: Tensor) -> None:
-        estimate = self._of_source[edge]
-        error_feedback.decode_differences(self._codec, received, estimate.numel(), estimate, self._scratch)
-        self._biased.addcmul_(estimate, weight)
-
-    def restart(self) -> None:
-        for residual in self._minus_sent:
-            torch.neg(self._biased, out=residual.values[0])
-        for estimate in self._of_source:
-            estimate.copy_(self._biased)

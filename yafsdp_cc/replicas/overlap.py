@@ -33,12 +33,26 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from yafsdp_cc.replicas.messages import BackgroundSum
-from yafsdp_cc.replicas.sync import LocalBuffer, ReplicaSync, check_steps, local_of, read_grads, runs_of, set_grad
+from yafsdp_cc.compression import error_feedback
+from yafsdp_cc.compression.codec import BLOCK, codec_of
+from yafsdp_cc.compression.error_feedback import Residual
+from yafsdp_cc.engine.streams import comm_stream
+from yafsdp_cc.replicas.sync import (
+    LocalBuffer,
+    ReplicaSync,
+    check_steps,
+    local_of,
+    read_grads,
+    runs_of,
+    set_grad,
+    sum_over,
+)
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
+
+    from yafsdp_cc.engine.communicator import Works
 
 _COUNTER = 2
 """Number of flags before those of parameters: the number of the step, and its square."""
@@ -99,17 +113,30 @@ class Overlap(ReplicaSync):
     def prepare(self) -> None:
         like = self.locals()
         self._flags = torch.zeros(_COUNTER + len(like), dtype=torch.float32, device=self.device)
-        self._sum = BackgroundSum(self.comm, like, self._flags, self.codec)
-        self._kept = LocalBuffer(like, self._sum.total.align)
+        self._total = LocalBuffer(like, 1 if self.codec is None else BLOCK)
+        self._stream = comm_stream(self.device)
+        self._handle, self._flags_handle = self._stream.handle(), self._stream.handle()
+        self._codec = None if self.codec is None else codec_of(self.codec, BLOCK)
+        if self._codec is not None:
+            numel = self._total.data.numel()
+            size = self._codec.message_bytes(numel)
+            self._messages = torch.zeros(self.comm.world, size, dtype=torch.uint8, device=self.device)
+            self._counts = self._total.counts()
+            self._residual = Residual.zeros(1, numel, torch.float32, BLOCK, self.device)
+        self._kept = LocalBuffer(like, self._total.align)
         """This replica's own gradient during a step; between two halves of a step, the sum of the first half."""
         self._committed = [each.clone() for each in like]
 
     def planned_bytes(self) -> int:
-        return self._sum.sent_bytes()
+        flags = self.comm.all_reduce_bytes(self._flags.nbytes)
+        if self._codec is None:
+            return flags + self.comm.all_reduce_bytes(self._total.nbytes)
+        return flags + (self.comm.world - 1) * self._messages[0].nbytes
 
     def memory(self) -> Mapping[str, int]:
+        encoded = 0 if self._codec is None else self._messages.nbytes + self._residual.nbytes + self._counts.nbytes
         return {
-            "sum over replicas": self._sum.nbytes + self._flags.nbytes,
+            "sum over replicas": self._total.nbytes + encoded + self._flags.nbytes,
             "own gradients": self._kept.nbytes,
             "committed weights": sum(each.nbytes for each in self._committed),
         }
@@ -125,7 +152,7 @@ class Overlap(ReplicaSync):
         if arrived is not None:
             self._check_unchanged()
             self._wait(arrived)
-        total, kept = self._sum.total, self._kept
+        total, kept = self._total, self._kept
         self._is_second = self.half_batches and arrived is not None and self._first is None
         if self._is_second:
             self._first = arrived
@@ -146,7 +173,27 @@ class Overlap(ReplicaSync):
             _set_settings(optimizer, arrived.settings)
         self._write_flags(self._steps % _COUNTED, own.used)
         self._steps += 1
-        self._sum.start()
+        self._start_flags()
+        self._stream.issue(self._handle, self._issue, None if self._codec is None else self._decode)
+
+    def _start_flags(self) -> None:
+        self._stream.wait_for_caller()
+        self._stream.issue(self._flags_handle, lambda async_op: self.comm.all_reduce(self._flags, async_op))
+
+    def _issue(self, async_op: bool) -> Works:
+        """Start the sum: encoded, all ranks decode the same messages in rank order, so that they hold the same bits."""
+        if self._codec is None:
+            return self.comm.all_reduce(self._total.data, async_op)
+        own = self._messages.narrow(0, self.comm.rank, 1)
+        values = self._total.data.unsqueeze(0)
+        error_feedback.encode(self._codec, values, own, counts=self._counts, residual=self._residual)
+        return self.comm.all_gather(self._messages.view(-1), own.view(-1), async_op)
+
+    def _decode(self) -> None:
+        assert self._codec is not None
+        total = self._total.data
+        error_feedback.decode_sum(self._codec, self._messages, total.numel(), None, 0, total)
+        self._total.zero_padding()
 
     def after_step(self, optimizer: Optimizer) -> None:
         _check_settings(optimizer, self._given)
@@ -182,10 +229,10 @@ class Overlap(ReplicaSync):
 
     def _wait(self, step: _Step) -> None:
         """Wait for the sum of a step, and for the flags of parameters with a gradient on some replica."""
-        self._sum.wait_flags()
+        self._flags_handle.wait()
         if self.device.type == "cpu" or not all(step.used):  # reading flags on a GPU would wait for the network
             step.used = self._read_flags()
-        self._sum.wait()
+        self._handle.wait()
 
     def _read_flags(self) -> list[bool]:
         flags = self._flags.tolist()
@@ -199,12 +246,12 @@ class Overlap(ReplicaSync):
         if first is None:
             return self.comm.world
         second.used = [one or other for one, other in zip(first.used, second.used, strict=True)]
-        self._sum.total.data.add_(self._kept.data)
+        self._total.data.add_(self._kept.data)
         return 2 * self.comm.world
 
     def _show(self, step: _Step, divisor: int) -> None:
         """Put the mean of a step's gradients in ``.grad``, and the committed weights in the parameters."""
-        for parameter, total, used in zip(self.parameters.values(), self._sum.total.views, step.used, strict=True):
+        for parameter, total, used in zip(self.parameters.values(), self._total.views, step.used, strict=True):
             set_grad(parameter, total if used else None, divisor)
         torch._foreach_copy_(self.locals(), self._committed)
 
@@ -255,19 +302,29 @@ class Overlap(ReplicaSync):
 
     def compare_steps(self) -> None:
         self._write_flags(_NO_STEP, [False] * len(self.parameters))
-        self._sum.start_flags()
-        self._sum.wait_flags()
+        self._start_flags()
+        self._flags_handle.wait()
         self._read_flags()
 
     def state(self) -> Mapping[str, Sequence[Tensor]]:
-        residual = self._sum.mean_residual()
-        return {_RESIDUAL: residual} if residual else {}
+        if self._codec is None:
+            return {}
+        values = self._residual.values
+        sum_over(self.comm, values)
+        values.div_(self.comm.world)
+        return {_RESIDUAL: self._total.split(values[0])}
 
     def load_state(self, state: Mapping[str, Sequence[Tensor]]) -> None:
         if self._pending is not None:
-            self._sum.wait()
+            self._flags_handle.wait()
+            self._handle.wait()
         self._pending = self._first = None
-        self._sum.load_residual(state.get(_RESIDUAL, ()))
+        if self._codec is not None:
+            self._residual.clear()
+            for view, values in zip(
+                self._total.split(self._residual.values[0]), state.get(_RESIDUAL, ()), strict=False
+            ):
+                view.copy_(values)
 
 
 # Optimizers --------------------------------------------------------------------------------------------------------

@@ -148,7 +148,7 @@ class FlatDTensor(SavedInChunks, DTensor, metaclass=_EqualsDTensor):
         _follow_reduces()
         if not (self.requires_grad and torch.is_grad_enabled()):
             return self._local_tensor
-        return _to_local(self, reduction_of(self.shard_spec, grad_placements))
+        return _read(self, reduction_of(self.shard_spec, grad_placements), False)
 
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
         """Return the whole tensor, a new one, on every rank of the mesh.
@@ -162,7 +162,7 @@ class FlatDTensor(SavedInChunks, DTensor, metaclass=_EqualsDTensor):
         """
         if not (self.requires_grad and torch.is_grad_enabled()):
             return self._full()
-        return _full_tensor(self, reduction_of(self.shard_spec, grad_placements))
+        return _read(self, reduction_of(self.shard_spec, grad_placements), True)
 
     @torch.no_grad()
     def _full(self) -> torch.Tensor:
@@ -309,38 +309,25 @@ def flat_dtensor(local: torch.Tensor, spec: ShardSpec, requires_grad: bool = Fal
 # Gradients that autograd brings to a parameter outside of the engine --------------------------------------------
 
 
-class _ToLocal(torch.autograd.Function):
-    """Returns the local tensor; its backward combines the gradients of ranks that hold the same elements."""
+class _Read(torch.autograd.Function):
+    """Returns the local or the ``whole`` tensor; its backward combines the gradients of ranks that have read the same
+    elements, and returns this rank's part."""
 
     @staticmethod
-    def forward(ctx: Any, flat: FlatDTensor, reduction: GradReduction) -> torch.Tensor:
-        ctx.spec, ctx.reduction = flat.shard_spec, reduction
-        return flat._local_tensor.view_as(flat._local_tensor)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[FlatDTensor, None]:
-        spec = ctx.spec
-        holders = all_groups(spec.mesh)[0 if spec.bounds is None else 1 :]
-        return wrap(reduced(spec, as_plain(grad), holders, ctx.reduction), spec), None
-
-
-class _FullTensor(torch.autograd.Function):
-    """Returns the whole tensor; its backward combines the ranks' gradients and returns this rank's part."""
-
-    @staticmethod
-    def forward(ctx: Any, flat: FlatDTensor, reduction: GradReduction) -> torch.Tensor:
-        ctx.spec, ctx.reduction = flat.shard_spec, reduction
-        return flat._full()
+    def forward(ctx: Any, flat: FlatDTensor, reduction: GradReduction, whole: bool) -> torch.Tensor:
+        ctx.spec, ctx.reduction, ctx.whole = flat.shard_spec, reduction, whole
+        return flat._full() if whole else flat._local_tensor.view_as(flat._local_tensor)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[FlatDTensor, None]:
-        return wrap(own_part(ctx.spec, grad, ctx.reduction), ctx.spec), None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[FlatDTensor, None, None]:
+        spec, holders = ctx.spec, all_groups(ctx.spec.mesh)[0 if ctx.spec.bounds is None else 1 :]
+        if ctx.whole:
+            return wrap(own_part(spec, grad, ctx.reduction), spec), None, None
+        return wrap(reduced(spec, as_plain(grad), holders, ctx.reduction), spec), None, None
 
 
-_to_local: Callable[[FlatDTensor, GradReduction], torch.Tensor] = _ToLocal.apply
-_full_tensor: Callable[[FlatDTensor, GradReduction], torch.Tensor] = _FullTensor.apply
+_read: Callable[[FlatDTensor, GradReduction, bool], torch.Tensor] = _Read.apply
 
 
 def take_grads_of_autograd(parameter: torch.Tensor) -> None:
