@@ -72,7 +72,7 @@ class LaunchSection(BaseModel):
     rdzv_id: Text = "none"
     """Name of the job at the meeting point, the same on every machine."""
     rdzv_conf: Annotated[str, Field(pattern=r"^(\w+=[^,]+(,\w+=[^,]+)*)?$", examples=["join_timeout=600"])] = ""
-    """Further options of the meeting, as key=value,key=value."""
+    """Further options of the rendezvous, as key=value,key=value."""
     max_restarts: Annotated[int, Field(ge=0)] = 0
     """How often all ranks are started again when one fails; the script then resumes from its checkpoint."""
     start_method: Literal["spawn", "fork"] = "spawn"

@@ -570,8 +570,8 @@ def _checked_state(model: nn.Module) -> FSDPState:
     if state.backwards or state.interrupted:
         state.reset()
     if state in _rollbacks:
-        return state  # the first block of this state has run the checks below
-    state.contents.check()  # may be a collective: not left to the first forward, which a failing rank may not reach
+        return state  # checked below at the first block of this state
+    state.contents.check()  # perhaps a collective: a rank that fails may not reach its first forward
     for param in state.params:
         if param.spec.tensor_parallel is not None:
             raise NotImplementedError(

@@ -76,7 +76,7 @@ def sharded_state(model: nn.Module, *, means: bool = True) -> dict[str, Any]:
         return {}
     state, schedule = found
     if (fallback := CodecFallback.of(state)) is not None:
-        fallback.judge()  # judge a measurement now: a checkpoint does not hold it
+        fallback.judge()  # judge the measurement of errors under way, which a checkpoint does not hold
     schedule.count_step()  # the last optimizer step, which no forward has followed, may have ended the warm-up
     saved = {KEPT: kept_weights(state)[0]}
     if means:

@@ -265,7 +265,9 @@ class _Unpickler(pickle._Unpickler):
 
     def _checked(self, code: bytes, values: Sequence[object]) -> None:
         if not all(map(_is_small, values)):
-            raise ValueError("keys of a dictionary, or arguments, hold objects within objects")
+            raise ValueError(
+                "its pickle has nested objects as keys of dictionaries or as arguments, which no table of contents has"
+            )
         _READ[code[0]](self)
 
     dispatch: ClassVar[dict[int, Any]] = {

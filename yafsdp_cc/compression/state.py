@@ -152,7 +152,7 @@ def load_estimates(state: FSDPState, estimates: Mapping[str, FlatDTensor]) -> No
 
 
 def _estimate_units(state: FSDPState, compressed: CompressedSum) -> float:
-    """Return the ratio of an estimate of a sum to the mean gradient of a rank's unscaled loss."""
+    """Return what an estimate of a sum is divided by, to get the mean gradient of a rank's unscaled loss."""
     shard = all_groups(state.context.info.mesh)[0]
     of_each = 1 if isinstance(compressed, CompressedReduceScatter) else shard.size()
     return compressed.senders * of_each * compressed.schedule.loss_scale

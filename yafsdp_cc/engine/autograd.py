@@ -102,7 +102,7 @@ def map_tensors(tree: Any, change: Callable[[Tensor], Tensor], within: tuple[Any
 
     Looks into tuples, lists, dicts, dataclasses and whatever is registered with ``torch.utils._pytree``, such as the
     output classes of Hugging Face models. Objects of any other type are returned unchanged, tensors in them, too, and
-    so are dataclasses that ``tree`` is a part of (``within``), as the parent of a tree's node is.
+    so are dataclasses that contain ``tree`` (``within``), such as the parent of a node.
     """
     if isinstance(tree, Tensor):
         return change(tree)

@@ -379,7 +379,7 @@ class FlatParam:
         return [whole.narrow(0, place.offset, place.numel).view(place.shape) for place in self.layout.extents]
 
     def use_sharded(self, sharded: Tensor) -> None:
-        """Make ``sharded`` this rank's chunk."""
+        """Use ``sharded`` as this rank's chunk from now on."""
         self.sharded = sharded
 
     def extension_all_gather(self) -> AllGather | None:

@@ -316,7 +316,7 @@ class ParamGroup(StepState):
                 raise RuntimeError(
                     f"the weights of unit '{self.name}' are needed where others are in use, as after an interrupted "
                     "backward, or by torch.autograd.grad within the forward of another unit: run the forward again, "
-                    "and what differentiates it behind the forward"
+                    "and call autograd.grad after the forward"
                 )
             self._all_gather(unsharded)
         buffer.users += 1
@@ -541,7 +541,7 @@ class ParamGroup(StepState):
         """Reduce the gradients of a backward, all of which are written, or keep them for a later backward."""
         self.collect_grads(self.held)
         for param, leaf in zip(self.params, self.unsharded.leaves, strict=True):
-            if leaf.grad is not None:  # from ops that activation checkpointing ran again
+            if leaf.grad is not None:  # of operations that activation checkpointing ran again
                 param.accumulate_grad(leaf.grad)
                 leaf.grad = None
         if self.spec.settings.requires_gradient_sync:

@@ -1,7 +1,7 @@
 """``StepState``, the base of classes that declare which of their members a step changes.
 
 ``FSDPState.reset`` drops what an interrupted forward or backward has left, ``FSDPState.is_idle`` looks for gradients on
-their way, and ``BatchRollback`` restores copies of the members: all three go by the declarations.
+their way, and ``BatchRollback`` restores copies of the members: all three look at what is declared.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class _Member:
     default: Any
     """Value at first and after ``drop_members``, or a class or function that makes it."""
     is_dropped: bool = True
-    """Whether ``drop_members`` gives the member its default."""
+    """Whether ``drop_members`` sets the member to its default again."""
     is_saved: bool = True
     """Whether ``save_members`` copies the member."""
 

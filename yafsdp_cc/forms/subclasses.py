@@ -72,7 +72,7 @@ def views_of(layout: Sequence[Part], data: Tensor) -> list[Tensor]:
     """Return the inner tensors of ``layout`` as views of ``data``, uint8."""
     if len(layout) == 1:
         return [layout[0].within(data)]
-    # A class may take only tensors that begin at the same offset of their storages.
+    # Some subclasses take only inner tensors that begin at the same offset of their storages.
     return [part.beginning_within(data) for part in layout]
 
 

@@ -113,7 +113,7 @@ class _Arrival(NamedTuple):
 
 
 class _Members(NamedTuple):
-    """The members of a round, as written to the store."""
+    """The members of one exchange between replicas, as written to the store."""
 
     replicas: list[str]
     contributors: list[Count]

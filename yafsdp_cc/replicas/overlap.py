@@ -55,7 +55,8 @@ if TYPE_CHECKING:
     from yafsdp_cc.engine.communicator import Works
 
 _COUNTER = 2
-"""Number of flags before those of parameters: the number of the step, and its square."""
+"""Number of entries of the flags before those of parameters: the step's number and its square, whose sums show whether
+replicas are at the same step."""
 _COUNTED = 64
 """Steps are counted modulo this: sums of squares stay exact in fp32 for up to 4,096 replicas."""
 _NO_STEP = _COUNTED

@@ -185,7 +185,7 @@ def refused_over_store(store: Store, key: str, rank: int, world: int) -> Iterato
         ValueError: on the other ranks, with the message of a rank that raises.
         RuntimeError: a rank neither raises nor leaves the block before the store's timeout.
     """
-    key = f"{key}/{store.add(f'{key}/times of {rank}', 1)}"  # all ranks count alike: each use has a key of its own
+    key = f"{key}/{store.add(f'{key}/times of {rank}', 1)}"  # each call has a key of its own, the same on all ranks
     refusal: Exception | None = None
     try:
         yield

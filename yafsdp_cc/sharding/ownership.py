@@ -51,7 +51,8 @@ class MatrixOwners(NamedTuple):
     """The ranks that own the matrices of a parameter."""
 
     ranks: tuple[int, ...]
-    """Owner of each equal part of the parameter, in ascending order: the whole, or some matrices of a stack."""
+    """Owner of each of the equal parts of the parameter, ascending. A matrix is one part; a stack has parts of some
+    matrices."""
     is_assembled: bool = False
     """Whether the parameter is sharded evenly, and assembled on owners for updates; else shards are the parts."""
 

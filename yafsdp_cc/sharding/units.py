@@ -466,8 +466,8 @@ def _outermost(model: nn.Module, chosen: Collection[nn.Module]) -> list[nn.Modul
 
 
 def _repeated(model: nn.Module) -> list[nn.Module]:
-    """Return modules in ``ModuleList``s whose class occurs twice or more there, also one that is called twice, without
-    those inside of others."""
+    """Return modules in ``ModuleList``s whose class occurs twice or more there (or one that is listed twice), without
+    those inside of other such modules."""
     listed = _listed(model)
     repeats = Counter(map(type, listed))
     return _outermost(model, [module for module in listed if repeats[type(module)] > 1])

@@ -106,7 +106,7 @@ class ModelContents:
         self._registries: list[dict[str, Any]] = []
         """The modules' own dictionaries of submodules and parameters."""
         self._seen: list[object] = []
-        """Values of ``_registries`` at the last check, in order."""
+        """Modules and parameters that ``_registries`` held at the last check, in order."""
         self._frozen: list[torch.nn.Parameter] = []
         self.is_written = is_written
 

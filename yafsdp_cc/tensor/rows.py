@@ -126,7 +126,7 @@ def redivided(
     sent = list(zip(*(_parts_for(*each, rank) for each in zip(tensors, held, wanted, strict=True)), strict=True))
     received = list(zip(*(_parts_for(*each, rank) for each in zip(found, wanted, held, strict=True)), strict=True))
     ours, theirs = ([sum(part.nbytes for part in parts) for parts in of_peers] for of_peers in (sent, received))
-    if len(tensors) == 1:  # its parts follow one another already
+    if len(tensors) == 1:  # the parts of a single tensor are adjacent: no copy
         message = tensors[0].view(torch.uint8)
     else:
         message = torch.cat([part for parts in sent for part in parts])

@@ -203,7 +203,9 @@ def _from_factory(name: str) -> Subject:
     is_pair = isinstance(made, tuple) and len(made) == 2
     model, loss = made if is_pair else (made, None)
     if not isinstance(model, nn.Module):
-        raise ValueError(f"{name!r} returns a {type(model).__name__}: return a model, or a model and a function of it")
+        raise ValueError(
+            f"{name!r} returns a {type(model).__name__}: return a model, or (model, loss), where loss(model) is a loss"
+        )
     return Subject((lambda: factory()[0]) if is_pair else factory, loss)
 
 

@@ -55,7 +55,7 @@ class Asked(NamedTuple):
     """Time at which the run should have ended, in seconds since the epoch."""
     steps: int
     timed: int
-    """Most steps to time, after at most ``steps`` steps for the loss."""
+    """Most steps that are timed, after at most ``steps`` in which losses are recorded."""
     settings: dict[str, Any]
     """Settings of the engine that overrule the script and the run file."""
     by_torch: bool
@@ -187,7 +187,7 @@ class Trial:
             self._end()
 
     def _lead(self, optimizer: torch.optim.Optimizer) -> None:
-        """Decide on rank 0 what the next step is for.
+        """Decide on rank 0 whether the next step is made, and whether its loss is recorded or its time is taken.
 
         No other rank finishes a step before rank 0 has finished the one before, as they sum gradients in it. So all
         ranks see which step is the last before they have made it.

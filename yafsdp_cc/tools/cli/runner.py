@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def _join_lab() -> None:
-    """Move to this rank's machine of the lab that the launcher has made, before torch starts threads."""
+    """Enter this rank's network namespace of the launcher's ``Lab``, before torch starts threads."""
     os.environ[VARIABLE] = os.environ.pop("YAFSDP_CC_JOIN")
     links, rank = Links.here(), int(os.environ["RANK"])
     namespaces.enter(links.of_rank(rank), links.user)

@@ -178,7 +178,7 @@ class _Trials:
         return self._hopeless
 
     def _run(self, row: Row, turn: int, seconds: float) -> None:
-        """Add one run to a row, or the reason why there is none."""
+        """Run the script once under a setting, and add the figures to its row, or the reason why there are none."""
         folder = self._asked.output / f"{row.name}-{turn + 1}"
         folder.mkdir(parents=True, exist_ok=True)
         for stale in [*folder.glob("figures-*"), *folder.glob("last*"), *folder.glob("rank0.*")]:

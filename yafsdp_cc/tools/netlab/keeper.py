@@ -45,7 +45,7 @@ NOT_ALLOWED = (
 
 
 def keep(maker: int, lab: Connection, machines: int, ranks_per_machine: int, delay_ms: float, loss: float) -> NoReturn:
-    """Run the keeper of a lab that the process ``maker`` has made.
+    """Hold the namespaces of a ``Lab`` until it, or the process ``maker`` that has made it, ends.
 
     Send the lab a temporary folder and the descriptor of each rank's namespace, or an exception that says why there is
     no lab or what has broken it.
