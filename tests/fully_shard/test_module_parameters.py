@@ -223,6 +223,35 @@ def test_an_optimizer_of_unsharded_weights_is_refused() -> None:
         torch.optim.SGD(model.parameters()).step()
 
 
+@pytest.mark.parametrize("name", ["norm.bias", "head.weight"])
+@ranks(2)
+def test_a_penalty_with_a_backward_of_its_own_comes_before_the_loss_s(name: str) -> None:
+    def penalty(model: nn.Module) -> Tensor:
+        return (dict(model.named_parameters())[name] - 1).square().sum()
+
+    model, plain = _fully_shard(), seeded(Transformer)
+    (square(plain, TOKENS) + penalty(plain)).backward()
+    for _ in range(2):
+        loss, own = square(model, TOKENS), penalty(model)
+        own.backward()
+        loss.backward()
+        torch.testing.assert_close(whole(model.get_parameter(name).grad), plain.get_parameter(name).grad)
+        model.zero_grad()
+        loss, own = square(model, TOKENS), penalty(model)
+        loss.backward()
+        with pytest.raises(RuntimeError, match=rf"gradient of the unsharded '{name}' came too late"):
+            own.backward()
+        model.zero_grad()
+    model.set_requires_gradient_sync(False)
+    loss, own = square(model, TOKENS), penalty(model)
+    loss.backward()
+    own.backward()  # is reduced together with the next micro-batch
+    model.set_requires_gradient_sync(True)
+    square(model, TOKENS).backward()
+    square(plain, TOKENS).backward()
+    torch.testing.assert_close(whole(model.get_parameter(name).grad), plain.get_parameter(name).grad)
+
+
 @pytest.mark.parametrize("name", ["norm.bias", "head.weight", "blocks.0.up.weight"])
 @ranks(2)
 def test_a_penalty_of_an_unsharded_weight_is_in_the_gradient_of_its_step_or_refused(name: str) -> None:

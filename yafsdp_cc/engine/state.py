@@ -594,8 +594,6 @@ class FSDPState(_ModelStep):
     def _end_backward(self, backward: Backward) -> None:
         """End ``backward`` and the backwards within it, unless it has ended already."""
         if backward not in self.backwards:
-            if backward.reduces:
-                self._check_leaves()
             return
         while backward in self.backwards:
             self.backwards.pop().end_all()
@@ -608,18 +606,6 @@ class FSDPState(_ModelStep):
             for group in self.groups:
                 group.release_held()
         self.wait_for_transfers()
-
-    def _check_leaves(self) -> None:
-        """Raise a ``RuntimeError`` if nodes older than the root gate have run: nothing reduces their gradients."""
-        leaves = [*self.replicated.leaves, *chain.from_iterable(group.unsharded.leaves for group in self.groups)]
-        if late := [leaf for leaf in leaves if leaf.grad is not None]:
-            for leaf in late:
-                leaf.grad = None
-            raise RuntimeError(
-                f"gradients of {len(late)} unsharded weights came too late to be reduced: they are of something that "
-                "was computed before the forward of the model, such as a penalty after unshard(). Compute it after "
-                "the forward, or of full_tensor()"
-            )
 
     def wait_for_transfers(self) -> None:
         """Block the host until no copy reads or writes shards in host memory, so that the caller may."""

@@ -362,7 +362,8 @@ class OneBitOptimizer(Optimizer):
         for parameter in self._parameters:
             param = _fsdp_param(parameter)
             state = None
-            if param is not None:  # ``fully_shard`` has left the engine to the first forward
+            if param is not None:
+                # ``fully_shard`` leaves the engine to the first forward
                 state = engine_of(param) or current_state(param.unit)
             schedule = None if state is None else CompressionSchedule.of(state)
             if param is None or state is None or schedule is None:
