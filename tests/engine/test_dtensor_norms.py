@@ -102,6 +102,9 @@ def norms_by_hand():
             if their.numel():
                 assert our.max().item() == their.max().item()
                 assert our.min().item() == their.min().item()
+                assert [our.amax().item(), our.amin().item()] == [their.amax().item(), their.amin().item()]
+                with pytest.raises(NotImplementedError, match="amax over some of its dimensions"):
+                    our.view(1, -1).amax(0)
                 assert our.norm(-math.inf).item() == their.norm(-math.inf).item()
                 torch.testing.assert_close(our.norm(-1).full_tensor(), their.norm(-1))
                 assert [x.item() for x in torch._foreach_max([our])] == [their.max().item()]

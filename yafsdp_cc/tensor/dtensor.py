@@ -570,7 +570,7 @@ def summand_of(flat: FlatDTensor, dtype: torch.dtype) -> Summand:
 def _reduce(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Handle norms, extremes, ``any`` and ``all`` of a tensor, or of each in a list; communicated at first use."""
     tensors = args[0] if _is_tensor_list(args[0]) else args[:1]
-    if func in _EXTREMES:
+    if func in _EXTREMES and reductions.covers_all(reductions.arguments_of(func, args, kwargs)):
         of_one, kind, dtype = _EXTREMES[func]
         of_locals = functools.partial(_local_extremes, of_one)
     else:
@@ -595,7 +595,9 @@ def _local_extremes(
 _EXTREMES: dict[Any, tuple[Any, Reduction, torch.dtype | None]] = {
     aten.max.default: (aten.max.default, reductions.MAX, None),
     aten._foreach_max.default: (aten.max.default, reductions.MAX, None),
+    aten.amax.default: (aten.max.default, reductions.MAX, None),
     aten.min.default: (aten.min.default, reductions.MIN, None),
+    aten.amin.default: (aten.min.default, reductions.MIN, None),
     aten.any.default: (aten.any.default, Reduction(math.inf), torch.bool),
     aten.all.default: (aten.all.default, Reduction(-math.inf), torch.bool),
 }
