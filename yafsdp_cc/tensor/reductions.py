@@ -241,7 +241,7 @@ class LazyReduction(DTensor):
 
 
 class _DifferentiableCopy(torch.autograd.Function):
-    """Copies the value; the gradient of the copy is that of the ``LazyReduction``, the same on every rank."""
+    """Copies the value of a ``LazyReduction``; the copy's gradient is that of the ``LazyReduction``."""
 
     @staticmethod
     def forward(ctx: Any, lazy: LazyReduction) -> torch.Tensor:
