@@ -17,7 +17,7 @@ import torch
 
 from yafsdp_cc.engine.protocols import Observer
 from yafsdp_cc.engine.state import engine_of
-from yafsdp_cc.tensor.shown import is_unsharded, mark_unsharded
+from yafsdp_cc.tensor.shown import mark_unsharded
 
 if TYPE_CHECKING:
     from yafsdp_cc.engine.param import FSDPParam
@@ -61,19 +61,20 @@ def register_until_reshard(state: FSDPState, spec: ParamGroupSpec, group: ParamG
     state.replicated.register_unsharded(replicated)
     for param in (*(() if group is None else group.params), *replicated):
         module, attribute = param.sites[0]
-        weight = module.__dict__[attribute]
-        if weight.requires_grad and not is_unsharded(weight):
-            weight.register_post_accumulate_grad_hook(partial(_refuse_late_grad, weakref.ref(param)))
-        mark_unsharded(weight, param.spec)
+        mark_unsharded(module.__dict__[attribute], param.spec)
+    held = () if group is None or group.held is None else zip(group.params, group.held.leaves, strict=True)
+    for param, leaf in (*held, *zip(state.replicated.params, state.replicated.leaves, strict=True)):
+        if leaf.requires_grad and not leaf._post_accumulate_grad_hooks:  # a leaf is shown many times
+            leaf.register_post_accumulate_grad_hook(partial(_refuse_late_grad, weakref.ref(param)))
 
 
-def _refuse_late_grad(of: weakref.ref[FSDPParam], weight: torch.Tensor) -> None:
-    """Raise if the gradient that has reached an unsharded ``weight`` comes behind all that is reduced for this step."""
+def _refuse_late_grad(of: weakref.ref[FSDPParam], leaf: torch.Tensor) -> None:
+    """Raise if the gradient that has reached a parameter's ``leaf`` comes behind all that is reduced in its step."""
     param = of()
     state = None if param is None else engine_of(param)
     if param is None or state is None or state.backwards or state.awaits_backward or not state.is_idle:
         return
-    weight.grad = None
+    leaf.grad = None
     raise RuntimeError(
         f"a gradient of the unsharded '{param.spec.name}' came too late to be reduced: it is of something that was "
         "computed before the forward of the model, such as a penalty after unshard(), or that has its own backward "
