@@ -210,6 +210,13 @@ def test_what_cannot_be_written_is_told_by_name(tmp_path: Path) -> None:
         log.step(1.0, **text)
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_loss_with_a_graph_is_taken_without_a_warning(tmp_path: Path) -> None:
+    with Metrics(nn.Linear(2, 2), tmp_path, every=1, show=False) as log:
+        log.step(torch.ones((), requires_grad=True))
+    assert written(tmp_path, "step")[0]["loss"] == 1
+
+
 @ranks(2)
 def test_tensors_are_means_of_what_all_ranks_call_alike(tmp_path: Path) -> None:
     with Metrics(nn.Linear(2, 2), tmp_path, show=False) as log:

@@ -217,7 +217,7 @@ def _number(name: str, value: Tensor | float) -> float:
     if isinstance(value, Tensor) and value.numel() != 1:
         raise ValueError(f"Metrics: {name} has shape {tuple(value.shape)}: pass one number, such as its mean")
     try:
-        return float(value)
+        return float(value.detach() if isinstance(value, Tensor) else value)  # torch warns of a number with a graph
     except (TypeError, ValueError) as error:
         raise ValueError(f"Metrics: {name} is {value!r}: pass a number, or a tensor of one element") from error
 
