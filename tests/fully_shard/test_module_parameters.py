@@ -80,6 +80,31 @@ def test_a_backward_within_the_forward_leaves_sharded_parameters(stays: bool | N
         assert torch.allclose(whole(mine), right, atol=1e-6)
 
 
+class TrainsAProbe(Mlp):
+    """Model that trains its last layer on hidden states in its forward, and returns those."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.enter(x)
+        for block in self.blocks:
+            hidden = block(hidden)
+        self.leave(hidden.detach()).square().mean().backward()
+        return hidden
+
+
+@ranks(2)
+def test_a_loss_may_use_a_root_s_weight_after_a_backward_within_the_forward() -> None:
+    model, twin = seeded(TrainsAProbe), seeded(TrainsAProbe)
+    for block in model.blocks:
+        yafsdp_cc.fully_shard(block)
+    yafsdp_cc.fully_shard(model)
+    for _ in range(2):
+        for each in (model, twin):
+            each.zero_grad()
+            torch.nn.functional.linear(each(torch.ones(4, WIDTH)), each.leave.weight).square().mean().backward()
+    for mine, right in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(whole(mine.grad), right.grad)
+
+
 class SwitchesItsBlocks(Mlp):
     """Model that freezes weights of its blocks for a pass without gradients, as PEFT's ``disable_adapter()`` does."""
 

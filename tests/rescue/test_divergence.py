@@ -132,6 +132,20 @@ def test_what_the_engine_ignores_may_differ() -> None:
         watch.step()
 
 
+@ranks(2)
+def test_unsharded_weights_of_fsdp2_are_compared() -> None:
+    torch.manual_seed(0)
+    model = fully_shard(nn.Linear(8, 8))
+    watch = yafsdp_cc.DivergenceWatch(model, every=1)
+    with torch.no_grad():
+        model(torch.ones(2, 8))  # and leaves the root unsharded
+    watch.step()
+    with torch.no_grad():
+        model.bias[0] += dist.get_rank()
+    with pytest.raises(yafsdp_cc.DivergenceError, match="'bias'"):
+        watch.step()
+
+
 def test_mistakes_are_told() -> None:
     with pytest.raises(ValueError, match="every=0 must be a number of steps, 1 or more"):
         yafsdp_cc.DivergenceWatch(nn.Linear(1, 1), every=0)

@@ -178,7 +178,7 @@ class Observer:
         """A forward of the root begins. Collectives may be issued here if each is ``record``ed in the fingerprint."""
 
     def after_forward(self) -> None:
-        """A forward of the root with a graph is over, and no backward has reached it."""
+        """A forward of the root with a graph is over, and its backward may come."""
 
     def before_backward(self) -> None:
         """A backward has reached the model."""

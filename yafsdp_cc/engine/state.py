@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd import profiler
+from torch.utils._pytree import tree_leaves
 
 from yafsdp_cc.engine.autograd import convert_tensors, gate, gate_tensors, hook_outputs, narrow
 from yafsdp_cc.engine.collectives import FINAL_REDUCE
@@ -256,7 +257,7 @@ class FSDPState(_ModelStep):
             output = self.post_forward(self.root_group, forward, output)
         if iteration is None:
             return convert_tensors(output, self._output_dtype)
-        self.end_iteration()
+        self.end_iteration(output)
         hook = iteration.pre_backward if iteration.has_gate else None
         return hook_outputs(output, self._output_dtype, hook, iteration.first_node)
 
@@ -317,8 +318,8 @@ class FSDPState(_ModelStep):
                 flats = (flat for flat in group.flats if not (steps and flat.all_gather.builds_on_held))
                 group.expire([flat for flat in flats if flat.trainable])
 
-    def end_iteration(self) -> None:
-        """End the forward of an iteration."""
+    def end_iteration(self, output: Any) -> None:
+        """End the forward of an iteration, whose module returns ``output``."""
         iteration, self.iteration, self._caller = self.iteration, None, None
         if iteration is not None:
             iteration.anchor = None  # the iteration would keep its own graph alive through its anchor
@@ -334,7 +335,10 @@ class FSDPState(_ModelStep):
         self.wait_for_transfers()
         for flat in self.replicated.flats:
             flat.check_unwritten()
-        if iteration is not None and iteration.has_gate and not iteration.was_reached:
+        if iteration is None or not iteration.has_gate:
+            return
+        # a backward that was a part of the forward is the only one, unless something else can be differentiated
+        if not iteration.was_reached or any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(output)):
             for observer in self.context.observers:
                 observer.after_forward()
 
@@ -410,7 +414,7 @@ class FSDPState(_ModelStep):
             assert self.root_group is not None
             self.post_forward(self.root_group, entered.borrowed, None)
         if entered.iteration is not None:
-            self.end_iteration()
+            self.end_iteration(output)
         if unsharded.was_written():
             group.forget(unsharded)
             raise RuntimeError(

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from yafsdp_cc.checkpoint.ranks import meet
 from yafsdp_cc.checkpoint.state import as_sequence, plain_name, unwrapped
+from yafsdp_cc.fsdp2.module import ShardedModule
 from yafsdp_cc.ranks.checks import all_gather_objects, checksum, named_ranks
 from yafsdp_cc.replicas.sync import local_of, refuse_sync
 
@@ -61,7 +62,8 @@ class DivergenceWatch:
 
     def _compare(self) -> None:
         group = meet("DivergenceWatch.step()", self._model, {"steps": self._steps}).front
-        units = self._units()
+        if not (units := self._units()):
+            return
         unit = list(units)[self._compared % len(units)]
         self._compared += 1
         known = set().union(*units.values())
@@ -82,9 +84,10 @@ class DivergenceWatch:
     def _units(self) -> dict[str, set[Tensor]]:
         """Return the parameters of each unit, by the unit's name, without those that the engine ignores."""
         units: defaultdict[str, set[Tensor]] = defaultdict(set)
+        is_ours = any(isinstance(module, ShardedModule) for module in self._model.modules())
         wrapped = [name for name, module in self._model.named_modules() if isinstance(module, FSDPModule)]
         for name, parameter in self._model.named_parameters():
-            if wrapped and not isinstance(parameter, DTensor):
+            if is_ours and type(parameter) is nn.Parameter:
                 continue  # ignored: ranks may have values of their own
             around = [each for each in wrapped if name.startswith(f"{each}.")]
             units[max(around, key=len, default="")].add(parameter)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import sys
 import sysconfig
 import threading
@@ -77,8 +78,9 @@ class _Seen(NamedTuple):
 class _Watch(threading.Thread):
     def __init__(self, store: Store, rank: int, seconds: float) -> None:
         super().__init__(name="yafsdp_cc.watch", daemon=True)
-        self._wakes = threading.Event()
-        self.of = weakref.ref(store, lambda _: self._wakes.set())
+        # The collector calls back within any allocation, also of ``get``: ``put`` takes no lock that this holds.
+        self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self.of = weakref.ref(store, lambda _: self._wakes.put(None))
         self._engines: weakref.WeakSet[GroupContext] = weakref.WeakSet()
         self._store: Store = store.clone()  # type: ignore[attr-defined]  # waits on ``store`` would block this one
         self._rank, self._seconds = rank, seconds
@@ -86,7 +88,7 @@ class _Watch(threading.Thread):
     def add(self, context: GroupContext) -> None:
         """Look for hangs of one more engine as long as it lives."""
         self._engines.add(context)
-        weakref.finalize(context, self._wakes.set).atexit = False
+        weakref.finalize(context, self._wakes.put, None).atexit = False
 
     def run(self) -> None:
         """Look whether the engines go on, until they or their process group are gone, whose store ends with this."""
@@ -116,8 +118,8 @@ class _Watch(threading.Thread):
                 if now - moved >= tells_after and self._tell(ranks, engines):
                     tells_after = 2 * (now - moved)
             del engines
-            self._wakes.wait(self._seconds / 6)
-            self._wakes.clear()
+            with suppress(queue.Empty):
+                self._wakes.get(timeout=self._seconds / 6)
 
     def _frames(self) -> Iterator[FrameType]:
         """Yield the main thread's frames, the innermost one first."""

@@ -1,9 +1,9 @@
 """Unsharded weights outside of forwards: between ``unshard()`` and ``reshard()``, and as FSDP2's modules show them.
 
 After a forward that does not reshard, FSDP2's modules show unsharded weights until the backward. So do modules of this
-package's ``fully_shard``, as attributes and in ``parameters()``, after a forward with a graph; a forward under
-``torch.no_grad()`` leaves nothing behind. The backward, ``reshard()``, ``state_dict()`` and ``load_state_dict()`` show
-the sharded parameters again, for optimizers, clipping and checkpoints.
+package's ``fully_shard``, as attributes and in ``parameters()``, after a forward with a graph whose backward may come;
+one under ``torch.no_grad()``, or that has run its backward itself, leaves nothing behind. The backward, ``reshard()``,
+``state_dict()`` and ``load_state_dict()`` show the sharded parameters again, for optimizers, clipping and checkpoints.
 """
 
 from __future__ import annotations
