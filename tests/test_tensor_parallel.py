@@ -27,6 +27,7 @@ import yafsdp_cc
 from tests.checkpoint.jobs import contents, grouped, same, whole
 from tests.ranks import on_ranks, ranks
 from tests.soak import also
+from yafsdp_cc.optim import OneBitAdam
 
 WIDTH, VOCABULARY, BATCH = 48, 66, 2
 Figures = dict[str, Tensor]
@@ -137,6 +138,50 @@ def test_training_is_that_of_fsdp2_and_of_one_process(everything: bool) -> None:
     held = torch.tensor(parameter.to_local().numel())
     dist.all_reduce(held)
     assert held == parameter.numel()
+
+
+class Gated(nn.Module):
+    """Two layers that tensor parallelism divides, perhaps unevenly, beside one that it leaves whole."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(64, 64, bias=False), nn.Linear(64, hidden), nn.Linear(hidden, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.down(self.up(self.gate(x)).relu())
+        return out
+
+
+@pytest.mark.parametrize(
+    ("compression", "hidden", "clip"), [("topk", 256, None), ("onebit", 256, 0.05), ("int8", 33, None)]
+)
+@ranks(4)
+def test_copies_of_what_is_not_divided_stay_alike_under_compression(
+    compression: str, hidden: int, clip: float | None
+) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    model = nn.Sequential(Gated(hidden), Gated(hidden))
+    for block in model:
+        divided = {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()}
+        parallelize_module(block, mesh["tp"], divided)
+    codec = yafsdp_cc.Compression(compression, fallback=False)
+    yafsdp_cc.shard(model, mesh=mesh["dp"], units=[Gated], compression=codec)
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if clip is not None:
+        optimizer = OneBitAdam(model.parameters(), lr=1e-2, warmup_steps=3, max_grad_norm=clip)
+    for step in range(8):
+        drawn = torch.Generator().manual_seed(10 * step + mesh["dp"].get_local_rank())
+        model(torch.randn(8, 64, generator=drawn)).square().mean().backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+    for block in model:
+        own = block.gate.weight.detach().full_tensor().contiguous()
+        everyones = [torch.empty_like(own) for _ in range(4)]
+        dist.all_gather(everyones, own)
+        assert all(each.equal(own) for each in everyones)
 
 
 @ranks(4)

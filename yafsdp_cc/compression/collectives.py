@@ -53,8 +53,10 @@ class CompressedCollectives(Collectives):
         self.fallback = CodecFallback(self.schedule) if config.fallback else None
         self.autotuner = CodecAutotuner(self.schedule) if AUTO in config.named else None
 
-    def flat_key(self, name: str) -> Hashable:
-        return self.config.codec_for(name)
+    def flat_key(self, name: str, is_divided: bool) -> Hashable:
+        # What is lost of an element depends on its neighbours and on where chunks begin, which differ between ranks of
+        # tensor parallelism beside divided parameters; their copies of other parameters must remain alike.
+        return self.config.codec_for(name), is_divided
 
     def check_group(self, name: str, keeps_unsharded: bool) -> None:
         codec = self.config.weights

@@ -52,8 +52,11 @@ class Collectives:
     alignment = ALIGNMENT
     """Elements at multiples of which parameters and chunks begin in a flat buffer."""
 
-    def flat_key(self, name: str) -> Hashable:
-        """Return a key for the parameter of this full name: only parameters of equal keys share a ``FlatParam``."""
+    def flat_key(self, name: str, is_divided: bool) -> Hashable:
+        """Return a key for the parameter of this full name: only parameters of equal keys share a ``FlatParam``.
+
+        ``is_divided`` tells whether tensor parallelism gives its ranks different parts of the parameter.
+        """
         return None
 
     def check_group(self, name: str, keeps_unsharded: bool) -> None:

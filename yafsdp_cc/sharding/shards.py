@@ -105,12 +105,15 @@ def shard_parameters(
 def _flat_params(
     owned: Sequence[OwnedParameter], plan: ShardingPlan, make: Callable[..., Part], *, replicates: bool
 ) -> tuple[Part, ...]:
-    """Put ``owned`` into flat buffers, one per dtype; sharded ones also by whether trained, ownership, codec."""
+    """Put ``owned`` into flat buffers, one per dtype; sharded ones also by whether trained, ownership, codec,
+    and tensor parallelism where there is a codec."""
     plan.prepare(owned)
     alike: dict[Hashable, list[OwnedParameter]] = defaultdict(list)
     for each in owned if replicates else sorted(owned, key=plan.parts_of):
         parameter, is_whole = each.parameter, bool(plan.parts_of(each))
-        reduced = None if replicates else (parameter.requires_grad, is_whole, plan.collectives.flat_key(each.name))
+        is_divided = isinstance(parameter, DTensor) and any(placement.is_shard() for placement in parameter.placements)
+        key = plan.collectives.flat_key(each.name, is_divided)
+        reduced = None if replicates else (parameter.requires_grad, is_whole, key)
         subclass = subclass_of(parameter)
         alone = subclass if subclass is not None and subclass.extends_all_gather else None
         alike[parameter.dtype, parameter.grad_dtype, parameter.is_meta, reduced, subclass is None, alone].append(each)
