@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -47,6 +46,7 @@ from yafsdp_cc.forms.subclasses import (
     as_plain,
     nbytes_of,
     tensors_of,
+    views_of,
 )
 
 if TYPE_CHECKING:
@@ -154,9 +154,8 @@ class ExtensionFlatParam(FlatParam):
     ``compute_dtype`` is uint8, since the extension decides what the unsharded weights are.
     """
 
-    made: TensorSubclass
-    """The unsharded tensor, and where its inner tensors lie in the weight buffer; set by each all-gather."""
-    made_bytes: int
+    made: UnshardedForm
+    """Form of the unsharded tensor, set by each all-gather."""
 
     def __init__(self, extension: Extension, *rest: Any) -> None:
         self.extension = extension
@@ -164,7 +163,7 @@ class ExtensionFlatParam(FlatParam):
 
     @property
     def unsharded_numel(self) -> int:
-        return self.made_bytes
+        return self.made.nbytes
 
     @property
     def shape(self) -> torch.Size:
@@ -202,13 +201,27 @@ class ExtensionFlatParam(FlatParam):
         """Return the tensor that forwards see, around the weights in the buffer that ``placeholder`` is a view of."""
         start = placeholder.storage_offset() * placeholder.itemsize
         data = torch.empty(0, dtype=torch.uint8, device=placeholder.device)
-        data.set_(placeholder.untyped_storage(), start, (self.made_bytes,), (1,))
-        return self.made.restore(data)
+        data.set_(placeholder.untyped_storage(), start, (self.made.nbytes,), (1,))
+        return self.made.around(data)
 
 
 def forward_dtype(flat: FlatParam) -> torch.dtype:
     """Return the dtype that the forward sees, whatever the weight buffer holds."""
     return flat.extension.dtype if isinstance(flat, ExtensionFlatParam) else flat.compute_dtype
+
+
+class UnshardedForm(NamedTuple):
+    """The form of an unsharded tensor, and where its inner tensors lie in the weight buffer."""
+
+    form: Form
+    parts: tuple[Part, ...]
+    size: torch.Size
+    stride: tuple[int, ...]
+    nbytes: int
+
+    def around(self, data: Tensor) -> Tensor:
+        """Return the tensor whose inner tensors are views of ``data``, uint8."""
+        return self.form.made_of(views_of(self.parts, data), self.size, self.stride)
 
 
 class ExtensionAllGather(AllGather):
@@ -243,8 +256,8 @@ class ExtensionAllGather(AllGather):
             parts.append(part)
         # The size is divisible by the number of ranks, for secondary shards (hpZ), and is never 0: autograd's
         # placeholder is a view of the first element (``ExtensionFlatParam``).
-        flat.made_bytes = align(max(end, PART_ALIGNMENT), PART_ALIGNMENT * world)
-        flat.made = TensorSubclass(form, False, True, tuple(parts), made.size(), made.stride())
+        nbytes = align(max(end, PART_ALIGNMENT), PART_ALIGNMENT * world)
+        flat.made = UnshardedForm(form, tuple(parts), made.size(), made.stride(), nbytes)
 
     def planned_bytes(self) -> int:
         return (self.flat.layout.world - 1) * sum(part.nbytes for part in self._inputs)
@@ -274,11 +287,11 @@ class ExtensionAllGather(AllGather):
         before = self.flat.made
         made = self._post_all_gather(output, self._metadata.pop(output.data_ptr()))
         form, found = self._form_of(made)
-        self._check_same("fsdp_post_all_gather", found, before.layout)
-        for part, tensor in zip(before.layout, found, strict=True):
+        self._check_same("fsdp_post_all_gather", found, before.parts)
+        for part, tensor in zip(before.parts, found, strict=True):
             if self._part_within(output, part.name, tensor) is None:
                 part.within(output).copy_(tensor)
-        self.flat.made = replace(before, form=form)
+        self.flat.made = before._replace(form=form)
 
     def _check_signature(self) -> int:
         """Return the number of arguments of ``fsdp_pre_all_gather``: 1 (the mesh) in its older form, else 5."""

@@ -22,7 +22,7 @@ from yafsdp_cc.tools.netlab.links import BITS, quantity
 from yafsdp_cc.tools.step_time import Link, StepTime, events_of, step_time
 
 if TYPE_CHECKING:
-    from yafsdp_cc.tools.estimate import Probe
+    from yafsdp_cc.tools.estimate import Activations, Probe
 
 ABOUT = """\
 Tells what one rank holds and sends, and how long a step takes, from the model's plan and one forward and backward on
@@ -203,7 +203,7 @@ def _rows(flags: argparse.ArgumentParser, asked: argparse.Namespace, settings: S
     import torch
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    from yafsdp_cc.tools.estimate import headroom_of, plan_over, probe, room_in, subject_of
+    from yafsdp_cc.tools.estimate import probe, subject_of
 
     dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
     policy = MixedPrecisionPolicy(dtypes[settings["precision.param"].value] if "precision.param" in settings else None)
@@ -214,43 +214,52 @@ def _rows(flags: argparse.ArgumentParser, asked: argparse.Namespace, settings: S
     doubled = None
     if asked.memory and ":" not in asked.model:
         doubled = probe(subject_of(asked.model, 2 * asked.batch, asked.sequence), policy).activations
+    return [_row(subject.build, ranks, asked, settings, found, doubled) for ranks in asked.ranks]
 
-    def row_of(ranks: int) -> Row:
-        shards = ranks // asked.replicas
-        mesh = (asked.replicas, shards) if asked.replicas > 1 else (shards,)
-        plan = plan_over(subject.build, mesh, asked.device)
-        optimizer = plan.adamw_bytes if asked.optimizer == "adamw" else 0
-        held = plan.owned_bytes + optimizer
-        separate = "shard.separate_reduce_group" in settings and settings["shard.separate_reduce_group"].value
-        communicators = (1 + (asked.replicas > 1) + separate) if asked.device == "cuda" else 0
-        if found is None:
-            return Row(plan, optimizer, None, 0, headroom_of(held, communicators), _assumed(asked, plan, 0, 0), {})
-        blocks = len(found.blocks)
-        checkpointed = {"all": blocks, "fit": 0}.get(asked.checkpoint, asked.checkpoint)
-        if checkpointed > blocks:
-            raise ValueError(f"--checkpoint {checkpointed}: this model has {blocks} blocks")
-        room = room_in(asked.memory, communicators) - held if asked.memory else 0
-        if asked.checkpoint == "fit":
-            fewest = found.activations.fewest_checkpointed(room)
-            if fewest is None:
-                least = held + found.activations.peak(blocks)
-                least += sum(headroom_of(least, communicators).values())
-                told = f"{human(least)} each, headroom included"
-                raise ValueError(f"{ranks} ranks with all {blocks} blocks checkpointed take {told}: name more ranks")
-            checkpointed = fewest
-        activations = found.activations.peak(checkpointed)
-        headroom, assumed = headroom_of(held + activations, communicators), _assumed(asked, plan, checkpointed, blocks)
-        answers: dict[str, str | float] = {}
-        if doubled is not None:
-            most = blocks if asked.checkpoint == "fit" else checkpointed
-            largest = found.activations.largest_batch(doubled, asked.batch, room, most)
-            answers[f"largest batch, {most} blocks recomputed"] = largest
-        row = Row(plan, optimizer, activations, checkpointed, headroom, assumed, answers)
-        if asked.rate is None:
-            return row
-        return _timed(row, found, asked, lambda codec: plan_over(subject.build, mesh, asked.device, compression=codec))
 
-    return list(map(row_of, asked.ranks))
+def _row(
+    build: Callable[[], Any],
+    ranks: int,
+    asked: argparse.Namespace,
+    settings: Settings,
+    found: Probe | None,
+    doubled: Activations | None,
+) -> Row:
+    from yafsdp_cc.tools.estimate import headroom_of, plan_over, room_in
+
+    shards = ranks // asked.replicas
+    mesh = (asked.replicas, shards) if asked.replicas > 1 else (shards,)
+    plan = plan_over(build, mesh, asked.device)
+    optimizer = plan.adamw_bytes if asked.optimizer == "adamw" else 0
+    held = plan.owned_bytes + optimizer
+    separate = "shard.separate_reduce_group" in settings and settings["shard.separate_reduce_group"].value
+    communicators = (1 + (asked.replicas > 1) + separate) if asked.device == "cuda" else 0
+    if found is None:
+        return Row(plan, optimizer, None, 0, headroom_of(held, communicators), _assumed(asked, plan, 0, 0), {})
+    blocks = len(found.blocks)
+    checkpointed = {"all": blocks, "fit": 0}.get(asked.checkpoint, asked.checkpoint)
+    if checkpointed > blocks:
+        raise ValueError(f"--checkpoint {checkpointed}: this model has {blocks} blocks")
+    room = room_in(asked.memory, communicators) - held if asked.memory else 0
+    if asked.checkpoint == "fit":
+        fewest = found.activations.fewest_checkpointed(room)
+        if fewest is None:
+            least = held + found.activations.peak(blocks)
+            least += sum(headroom_of(least, communicators).values())
+            told = f"{human(least)} each, headroom included"
+            raise ValueError(f"{ranks} ranks with all {blocks} blocks checkpointed take {told}: name more ranks")
+        checkpointed = fewest
+    activations = found.activations.peak(checkpointed)
+    headroom, assumed = headroom_of(held + activations, communicators), _assumed(asked, plan, checkpointed, blocks)
+    answers: dict[str, str | float] = {}
+    if doubled is not None:
+        most = blocks if asked.checkpoint == "fit" else checkpointed
+        largest = found.activations.largest_batch(doubled, asked.batch, room, most)
+        answers[f"largest batch, {most} blocks recomputed"] = largest
+    row = Row(plan, optimizer, activations, checkpointed, headroom, assumed, answers)
+    if asked.rate is None:
+        return row
+    return _timed(row, found, asked, lambda codec: plan_over(build, mesh, asked.device, compression=codec))
 
 
 def _timed(row: Row, found: Probe, asked: argparse.Namespace, replan: Callable[..., Plan]) -> Row:
