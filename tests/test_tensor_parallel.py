@@ -27,6 +27,8 @@ import yafsdp_cc
 from tests.checkpoint.jobs import contents, grouped, same, whole
 from tests.ranks import on_ranks, ranks
 from tests.soak import also
+from yafsdp_cc.compression import autotune
+from yafsdp_cc.compression.autotune import LinkCost
 from yafsdp_cc.optim import OneBitAdam
 
 WIDTH, VOCABULARY, BATCH = 48, 66, 2
@@ -182,6 +184,28 @@ def test_copies_of_what_is_not_divided_stay_alike_under_compression(
         everyones = [torch.empty_like(own) for _ in range(4)]
         dist.all_gather(everyones, own)
         assert all(each.equal(own) for each in everyones)
+
+
+@ranks(4)
+def test_codecs_are_chosen_alike_where_links_differ_between_tensor_parallel_ranks() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    autotune.PERIOD = 2
+    autotune.measure_link = lambda *_: LinkCost(0.0, 1.0 if mesh["tp"].get_local_rank() else 0.0)
+    torch.manual_seed(0)
+    model = nn.Sequential(Gated(256), Gated(256))
+    for block in model:
+        divided = {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()}
+        parallelize_module(block, mesh["tp"], divided)
+    yafsdp_cc.shard(model, mesh=mesh["dp"], units=[Gated], compression="auto")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(8):
+        model(torch.ones(8, 64)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    chosen: list[Any] = [None] * 4
+    dist.all_gather_object(chosen, dict(yafsdp_cc.counters_of(model).chosen))
+    assert all(each == chosen[0] for each in chosen), chosen
+    assert "int4" in chosen[0].values()
 
 
 @ranks(4)

@@ -490,7 +490,10 @@ class CodecAutotuner(CompressionObserver):
         slowest = torch.tensor(
             [each for some in numbers for each in some], dtype=torch.float64, device=state.context.device
         )
-        all_reduce_over(all_groups(state.context.info.mesh), slowest, dist.ReduceOp.MAX, state.context.info.mesh)
+        # Ranks of tensor parallelism choose alike, too, as their copies of what is not divided must remain alike.
+        across = all_groups(state.context.info.mesh)
+        everybody = dict.fromkeys([*across, *(group for param in state.params for group in param.spec.groups[1:])])
+        all_reduce_over(everybody, slowest, dist.ReduceOp.MAX, state.context.info.mesh)
         found = [part.tolist() for part in slowest.split([len(some) for some in numbers])]
         link, (step,), work, errors, computes = LinkCost(*found[0]), *found[1:]
         elements = sum(flat.layout.numel for flat in tuned)
