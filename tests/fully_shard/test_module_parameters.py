@@ -248,27 +248,28 @@ def test_an_optimizer_of_unsharded_weights_is_refused() -> None:
         torch.optim.SGD(model.parameters()).step()
 
 
+def _penalty(model: nn.Module, name: str) -> Tensor:
+    return (dict(model.named_parameters())[name] - 1).square().sum()
+
+
 @pytest.mark.parametrize("name", ["norm.bias", "head.weight"])
 @ranks(2)
 def test_a_penalty_with_a_backward_of_its_own_comes_before_the_loss_s(name: str) -> None:
-    def penalty(model: nn.Module) -> Tensor:
-        return (dict(model.named_parameters())[name] - 1).square().sum()
-
     model, plain = _fully_shard(), seeded(Transformer)
-    (square(plain, TOKENS) + penalty(plain)).backward()
+    (square(plain, TOKENS) + _penalty(plain, name)).backward()
     for _ in range(2):
-        loss, own = square(model, TOKENS), penalty(model)
+        loss, own = square(model, TOKENS), _penalty(model, name)
         own.backward()
         loss.backward()
         torch.testing.assert_close(whole(model.get_parameter(name).grad), plain.get_parameter(name).grad)
         model.zero_grad()
-        loss, own = square(model, TOKENS), penalty(model)
+        loss, own = square(model, TOKENS), _penalty(model, name)
         loss.backward()
         with pytest.raises(RuntimeError, match=rf"gradient of the unsharded '{name}' came too late"):
             own.backward()
         model.zero_grad()
     model.set_requires_gradient_sync(False)
-    loss, own = square(model, TOKENS), penalty(model)
+    loss, own = square(model, TOKENS), _penalty(model, name)
     loss.backward()
     own.backward()  # is reduced together with the next micro-batch
     model.set_requires_gradient_sync(True)
@@ -280,27 +281,24 @@ def test_a_penalty_with_a_backward_of_its_own_comes_before_the_loss_s(name: str)
 @pytest.mark.parametrize("name", ["norm.bias", "head.weight", "blocks.0.up.weight"])
 @ranks(2)
 def test_a_penalty_of_an_unsharded_weight_is_in_the_gradient_of_its_step_or_refused(name: str) -> None:
-    def penalty(model: nn.Module) -> Tensor:
-        return (dict(model.named_parameters())[name] - 1).square().sum()
-
     model, plain = _fully_shard(), seeded(Transformer)
-    (square(plain, TOKENS) + penalty(plain)).backward()
+    (square(plain, TOKENS) + _penalty(plain, name)).backward()
     for _ in range(2):
         loss = square(model, TOKENS)
         assert not _is_sharded(model)
-        (loss + penalty(model)).backward()
+        (loss + _penalty(model, name)).backward()
         torch.testing.assert_close(whole(model.get_parameter(name).grad), plain.get_parameter(name).grad)
         model.zero_grad()
     loss = square(model, TOKENS)
     model.blocks[0].unshard()  # its weights are in an overflow buffer: another block's are in the assigned one
-    (loss + penalty(model)).backward()
+    (loss + _penalty(model, name)).backward()
     torch.testing.assert_close(whole(model.get_parameter(name).grad), plain.get_parameter(name).grad)
     model.zero_grad()
     for module in (model, model.blocks[0]):
         module.unshard()
-    early = penalty(model)
+    early = _penalty(model, name)
     with pytest.raises(RuntimeError, match="came too late to be reduced"):
         (square(model, TOKENS) + early).backward()
     model.zero_grad()
-    (square(model, TOKENS) + penalty(model)).backward()
+    (square(model, TOKENS) + _penalty(model, name)).backward()
     torch.testing.assert_close(whole(model.get_parameter(name).grad), plain.get_parameter(name).grad)

@@ -72,8 +72,8 @@ class CheckpointWriter(FileSystemWriter):
 
 
 class FirstRankPlanner(DefaultSavePlanner):
-    """Plans that the first rank alone writes what is no DTensor, such as buffers and ignored parameters, and so one
-    rank's values of all of them; torch divides such tensors among the ranks, whose values may differ."""
+    """Planner by which the first rank alone writes plain tensors, such as buffers and ignored parameters, so that all
+    of them are one rank's; torch's planner divides them among ranks, whose values may differ."""
 
     def create_local_plan(self) -> SavePlan:
         plan = super().create_local_plan()

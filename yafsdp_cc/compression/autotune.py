@@ -490,7 +490,7 @@ class CodecAutotuner(CompressionObserver):
         slowest = torch.tensor(
             [each for some in numbers for each in some], dtype=torch.float64, device=state.context.device
         )
-        # Ranks of tensor parallelism choose alike, too, as their copies of what is not divided must remain alike.
+        # Ranks of tensor parallelism choose the same codecs, too, so that their copies of a parameter remain alike.
         across = all_groups(state.context.info.mesh)
         everybody = dict.fromkeys([*across, *(group for param in state.params for group in param.spec.groups[1:])])
         all_reduce_over(everybody, slowest, dist.ReduceOp.MAX, state.context.info.mesh)

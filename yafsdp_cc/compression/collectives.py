@@ -54,8 +54,9 @@ class CompressedCollectives(Collectives):
         self.autotuner = CodecAutotuner(self.schedule) if AUTO in config.named else None
 
     def flat_key(self, name: str, is_divided: bool) -> Hashable:
-        # What is lost of an element depends on its neighbours and on where chunks begin, which differ between ranks of
-        # tensor parallelism beside divided parameters; their copies of other parameters must remain alike.
+        # A codec's error in an element depends on the flat buffer's other elements and on the bounds of its chunks.
+        # Both differ between ranks of tensor parallelism where the buffer has divided parameters, and the errors would
+        # let the ranks' copies of the other parameters drift apart.
         return self.config.codec_for(name), is_divided
 
     def check_group(self, name: str, keeps_unsharded: bool) -> None:

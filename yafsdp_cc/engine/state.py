@@ -337,7 +337,7 @@ class FSDPState(_ModelStep):
             flat.check_unwritten()
         if iteration is None or not iteration.has_gate:
             return
-        # a backward that was a part of the forward is the only one, unless something else can be differentiated
+        # no backward comes after one that was a part of the forward, unless an output requires a gradient
         if not iteration.was_reached or any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(output)):
             for observer in self.context.observers:
                 observer.after_forward()

@@ -78,7 +78,7 @@ class _Seen(NamedTuple):
 class _Watch(threading.Thread):
     def __init__(self, store: Store, rank: int, seconds: float) -> None:
         super().__init__(name="yafsdp_cc.watch", daemon=True)
-        # The collector calls back within any allocation, also of ``get``: ``put`` takes no lock that this holds.
+        # The garbage collector may call ``put`` while this thread is within ``get``, which holds no lock that it needs.
         self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
         self.of = weakref.ref(store, lambda _: self._wakes.put(None))
         self._engines: weakref.WeakSet[GroupContext] = weakref.WeakSet()
@@ -91,7 +91,7 @@ class _Watch(threading.Thread):
         weakref.finalize(context, self._wakes.put, None).atexit = False
 
     def run(self) -> None:
-        """Look whether the engines go on, until they or their process group are gone, whose store ends with this."""
+        """Look whether the engines go on, until they or their process group are gone."""
         with suppress(RuntimeError):
             self._look()
 

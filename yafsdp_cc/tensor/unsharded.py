@@ -69,7 +69,7 @@ def register_until_reshard(state: FSDPState, spec: ParamGroupSpec, group: ParamG
 
 
 def _refuse_late_grad(of: weakref.ref[FSDPParam], leaf: torch.Tensor) -> None:
-    """Raise if the gradient that has reached a parameter's ``leaf`` comes behind all that is reduced in its step."""
+    """Raise if a gradient has reached a parameter's ``leaf`` and no reduce of this step comes to add it."""
     param = of()
     state = None if param is None else engine_of(param)
     if param is None or state is None or state.backwards or state.awaits_backward or not state.is_idle:
