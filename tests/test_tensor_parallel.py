@@ -27,7 +27,7 @@ import yafsdp_cc
 from tests.checkpoint.jobs import contents, grouped, same, whole
 from tests.ranks import on_ranks, ranks
 from tests.soak import also
-from yafsdp_cc.compression import autotune
+from yafsdp_cc.compression import autotune, fallback
 from yafsdp_cc.compression.autotune import LinkCost
 from yafsdp_cc.optim import OneBitAdam
 
@@ -186,26 +186,36 @@ def test_copies_of_what_is_not_divided_stay_alike_under_compression(
         assert all(each.equal(own) for each in everyones)
 
 
-@ranks(4)
-def test_codecs_are_chosen_alike_where_links_differ_between_tensor_parallel_ranks() -> None:
+def _chosen_under_tensor_parallelism(codec: str, *, differing_losses: bool) -> dict[str, str]:
+    """Codecs that sums have after some steps, which must be the same on all four ranks."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    autotune.PERIOD = 2
-    autotune.measure_link = lambda *_: LinkCost(0.0, 1.0 if mesh["tp"].get_local_rank() else 0.0)
     torch.manual_seed(0)
     model = nn.Sequential(Gated(256), Gated(256))
     for block in model:
         divided = {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()}
         parallelize_module(block, mesh["tp"], divided)
-    yafsdp_cc.shard(model, mesh=mesh["dp"], units=[Gated], compression="auto")
+    yafsdp_cc.shard(model, mesh=mesh["dp"], units=[Gated], compression=codec)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(8):
+    for step in range(8):
         model(torch.ones(8, 64)).square().mean().backward()
+        if differing_losses:
+            yafsdp_cc.watch_loss(model, 1.0 + 9 * step * mesh["tp"].get_local_rank())
         optimizer.step()
         optimizer.zero_grad()
-    chosen: list[Any] = [None] * 4
-    dist.all_gather_object(chosen, dict(yafsdp_cc.counters_of(model).chosen))
-    assert all(each == chosen[0] for each in chosen), chosen
-    assert "int4" in chosen[0].values()
+    found = list[Any]([None] * 4)
+    dist.all_gather_object(found, dict(yafsdp_cc.counters_of(model).chosen))
+    assert all(each == found[0] for each in found), found
+    chosen: dict[str, str] = found[0]
+    return chosen
+
+
+@ranks(4)
+def test_codecs_are_chosen_alike_where_links_or_losses_differ_between_tensor_parallel_ranks() -> None:
+    autotune.PERIOD = 2
+    autotune.measure_link = lambda *_: LinkCost(0.0, 1.0 if dist.get_rank() % 2 else 0.0)
+    assert "int4" in _chosen_under_tensor_parallelism("auto", differing_losses=False).values()
+    fallback.PERIOD = 1
+    assert "bf16" in _chosen_under_tensor_parallelism("int4", differing_losses=True).values()
 
 
 @ranks(4)

@@ -248,6 +248,22 @@ def test_an_optimizer_of_unsharded_weights_is_refused() -> None:
         torch.optim.SGD(model.parameters()).step()
 
 
+@ranks(2)
+def test_a_frozen_teacher_stays_sharded_behind_a_forward_so_that_it_can_follow_the_student() -> None:
+    teacher, student = _fully_shard().requires_grad_(False), _fully_shard()
+    target = teacher(TOKENS)  # with gradients enabled: no backward comes to it
+    assert _is_sharded(teacher)
+    (student(TOKENS) - target - 1).square().mean().backward()
+    torch.optim.SGD(student.parameters(), lr=0.1).step()
+    with torch.no_grad():
+        for followed, parameter in zip(teacher.parameters(), student.parameters(), strict=True):
+            followed.lerp_(parameter, 0.5)
+    plain = seeded(Transformer)
+    (plain(TOKENS) - target - 1).square().mean().backward()
+    for (name, before), followed in zip(plain.named_parameters(), teacher.parameters(), strict=True):
+        torch.testing.assert_close(whole(followed), before.detach() - 0.05 * before.grad, msg=name)
+
+
 def _penalty(model: nn.Module, name: str) -> Tensor:
     return (dict(model.named_parameters())[name] - 1).square().sum()
 

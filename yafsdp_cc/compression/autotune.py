@@ -28,7 +28,6 @@ from yafsdp_cc.compression.schedule import CompressionObserver
 from yafsdp_cc.compression.state import set_codecs
 from yafsdp_cc.plan.memory import regathered
 from yafsdp_cc.profiling import span
-from yafsdp_cc.ranks.mesh import all_groups, all_reduce_over
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -490,10 +489,7 @@ class CodecAutotuner(CompressionObserver):
         slowest = torch.tensor(
             [each for some in numbers for each in some], dtype=torch.float64, device=state.context.device
         )
-        # Ranks of tensor parallelism choose the same codecs, too, so that their copies of a parameter remain alike.
-        across = all_groups(state.context.info.mesh)
-        everybody = dict.fromkeys([*across, *(group for param in state.params for group in param.spec.groups[1:])])
-        all_reduce_over(everybody, slowest, dist.ReduceOp.MAX, state.context.info.mesh)
+        self.reduce_measurements(slowest, dist.ReduceOp.MAX)
         found = [part.tolist() for part in slowest.split([len(some) for some in numbers])]
         link, (step,), work, errors, computes = LinkCost(*found[0]), *found[1:]
         elements = sum(flat.layout.numel for flat in tuned)

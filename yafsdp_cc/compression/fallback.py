@@ -30,7 +30,6 @@ from yafsdp_cc.compression.reduce_scatter import CompressedSum
 from yafsdp_cc.compression.schedule import CompressionObserver
 from yafsdp_cc.compression.state import compressed_sums, delta_all_gathers, set_codecs
 from yafsdp_cc.engine.streams import PinnedCopy
-from yafsdp_cc.ranks.mesh import all_groups, all_reduce_over
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -141,7 +140,7 @@ class CodecFallback(CompressionObserver):
         found = torch.cat([loss, loss.new_full((1,), self._losses), *sums])
         self._loss, self._losses = 0.0, 0
         state.context.fingerprint.agree("fallback", "messages")
-        all_reduce_over(all_groups(state.context.info.mesh), found, dist.ReduceOp.SUM, state.context.info.mesh)
+        self.reduce_measurements(found, dist.ReduceOp.SUM)
         if self._names != [each.name for each in measured]:
             self._names = [each.name for each in measured]
             self._readback = PinnedCopy(len(found), torch.float64, state.context.device)

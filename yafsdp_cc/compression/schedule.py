@@ -17,8 +17,10 @@ import torch
 from yafsdp_cc.compression.error_feedback import Recursion
 from yafsdp_cc.engine.protocols import Observer
 from yafsdp_cc.fsdp2.module import require_state
+from yafsdp_cc.ranks.mesh import all_groups, all_reduce_over
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
     from torch import Tensor, nn
     from typing_extensions import Self
 
@@ -102,6 +104,13 @@ class CompressionObserver(Observer):
         state = None if self._state is None else self._state()
         assert state is not None, "the engine calls its observers"
         return state
+
+    def reduce_measurements(self, numbers: Tensor, op: dist.ReduceOp.RedOpType) -> None:
+        """Reduce ``numbers`` in place over all ranks that must choose the same codecs: those of tensor parallelism are
+        among them, so that their copies of a parameter remain alike."""
+        mesh = self.state.context.info.mesh
+        divided = (group for param in self.state.params for group in param.spec.groups[1:])
+        all_reduce_over(dict.fromkeys([*all_groups(mesh), *divided]), numbers, op, mesh)
 
     def weights_have_changed(self) -> bool:
         """Return whether the weights' versions have changed since the last call, most likely by an optimizer step."""

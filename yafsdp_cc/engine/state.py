@@ -335,7 +335,7 @@ class FSDPState(_ModelStep):
         self.wait_for_transfers()
         for flat in self.replicated.flats:
             flat.check_unwritten()
-        if iteration is None or not iteration.has_gate:
+        if iteration is None or not (iteration.trains or iteration.trained):
             return
         # no backward comes after one that was a part of the forward, unless an output requires a gradient
         if not iteration.was_reached or any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(output)):
