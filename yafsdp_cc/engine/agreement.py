@@ -76,13 +76,13 @@ class Agreement(StepState):
         """Whether there are other ranks that answer questions over the store."""
         self._key = f"yafsdp_cc/fingerprint/{zlib.crc32(repr(list(ranks)).encode())}"
         if self.has_peers:
-            # A clone has a connection of its own: skip_together blocks that of the default store.
+            # A clone has a connection of its own: ``skip_together`` blocks the connection of the default store.
             self._store = self._store.clone()  # type: ignore[attr-defined]
             if (timeout := timeout_of(group)) is not None:
                 self._store.set_timeout(timeout)
             # Every rank of the model makes its ``Agreement`` objects in one order: each gets one number on all ranks.
             self._key += f"/{self._store.add(f'{self._key}/times of {rank}', 1)}"
-        self._questions = itertools.count()  # not ``history``, which a skipped batch takes back: keys are used once
+        self._questions = itertools.count()  # no ``history`` member: after a skipped batch keys would be used again
         self._answered = ""
 
     def hash(self, operation: Operation) -> int:
@@ -90,7 +90,7 @@ class Agreement(StepState):
         return self.hashes.setdefault(operation, zlib.crc32(repr(operation).encode()))
 
     def follow(self, operation: Operation, flats: Sequence[FlatParam], describe: Describe) -> None:
-        """Ask all ranks unless they expect ``operation``, and expect it the next time."""
+        """Ask all ranks for their next operation unless ``operation`` is expected; expect it here the next time."""
         usual = self.followers.get(self.path, self.followers.get(self.context))
         if not (self._goes_on(operation) if usual is None else usual == self.hash(operation)):
             self.ask(operation, flats, describe)
@@ -99,7 +99,7 @@ class Agreement(StepState):
         self.followers[self.path] = self.followers[self.context] = self.hash(operation)
 
     def _goes_on(self, operation: Operation) -> bool:
-        """Return whether ``operation`` continues a count over units, also if up to three kinds take turns."""
+        """Return whether ``operation`` counts on over units, also where up to three kinds of operations take turns."""
         for period in range(1, _SHOWN // 2 + 1):
             before = list(self.last)[-2 * period :: period]
             if len(before) == 2 and (step := _next_number(*before)) is not None:
@@ -126,7 +126,7 @@ class Agreement(StepState):
         self._answered = key
 
     def _forget(self, key: str) -> None:
-        """Remove the question ``key``: every rank that answers the next question has read the verdict."""
+        """Remove the question ``key`` from the store: a rank that answers the next question has read its verdict."""
         with suppress(RuntimeError):  # some stores cannot remove keys
             for each in (key, f"{key}/over") if key else ():
                 self._store.delete_key(each)
@@ -145,8 +145,8 @@ class Agreement(StepState):
         return f"{self.count} operations, the last: {', '.join(' '.join(each[:2]) for each in list(self.last))}"
 
     def explain(self, error: RuntimeError, doing: str, following: str = "") -> RuntimeError:
-        """Return the failure of a collective with what each rank was doing; this rank was ``doing`` these lines, and
-        about to issue ``following``."""
+        """Return an error that adds to ``error``, of a collective, what each rank was doing. ``doing`` are lines about
+        this rank, ``following`` the operation that it was about to issue."""
         mine = f"{self.told()}{following}"
         if doing:
             mine += "\n    " + doing.replace("\n", "\n    ")
@@ -171,11 +171,11 @@ def _next_number(before: Operation, after: Operation) -> tuple[int, int] | None:
 def wait_for_key(store: Store, key: str, world: int) -> str:
     """Return what one of the ``world`` ranks sets ``key`` to.
 
-    A store's own wait would hold back Ctrl-C. The pauses between two looks grow, so that the last one adds a tenth to
-    the wait at most, and are longer the more ranks look.
+    ``Store.wait`` would hold back Ctrl-C, so this function polls. The pauses grow with the time waited, so that the
+    last one adds a tenth of that time at most, and with the number of ranks, which all poll.
 
     Raises:
-        RuntimeError: no rank has set it within the store's timeout.
+        RuntimeError: no rank has set ``key`` within the store's timeout.
     """
     started, timeout = time.monotonic(), store.timeout.total_seconds()  # type: ignore[attr-defined]
     while not store.check([key]):

@@ -53,8 +53,8 @@ class GateGradFlow(torch.autograd.Function):
 class Narrow(torch.autograd.Function):
     """Identity on a parameter's view of the weight buffer; its backward writes the gradient and passes nothing on.
 
-    Autograd casts that gradient to the view's dtype first, so where weights are in fp8 (``forms.extensions``) the view
-    is a placeholder in the forward's dtype.
+    Autograd first casts the gradient of the view to the view's dtype, so where weights are in fp8
+    (``forms.extensions``) the view is a placeholder in the forward's dtype.
     """
 
     @staticmethod
@@ -177,7 +177,7 @@ def gate_tensors(
 
 
 def _takes_gate(tensor: Tensor) -> bool:
-    """Return whether ``tensor`` gets a gradient and may have views, such as a gate returns: sparse ones have none."""
+    """Return whether ``tensor`` may pass a gate: it gets a gradient, and it has views, which sparse tensors do not."""
     return tensor.requires_grad and tensor.layout in (torch.strided, torch.jagged)
 
 
@@ -190,12 +190,12 @@ def hook_outputs(
 ) -> Any:
     """Return ``output`` of a module in ``dtype``, with ``hook`` on each tensor that a node of autograd has made.
 
-    A write in place to a view (``x = block(x).flatten(1)``, ``x += y``) takes the view's node out of the graph, and the
-    hooks on it: ``hook`` is put on the tensor that is viewed, too, if the forward has made that.
+    A write in place to a view (``x = block(x).flatten(1)``, ``x += y``) takes the view's node, and the hooks on the
+    node, out of the graph. So the base of a view gets ``hook``, too, if the forward has made that base.
 
-    [Note: outputs are newest] The backward runs newer nodes first. Those of a loss that the module has put aside
+    [Note: outputs are newest] The backward runs newer nodes first. Nodes of a loss that the module has put aside
     (``self.loss = head(y)``, then ``return y``) would read weights before ``hook`` has them gathered. So an output
-    that is older is returned as an ``Alias``, whose node is the newest.
+    with an older node is returned as an ``Alias``, whose node is the newest.
 
     Args:
         first_node: number that autograd has given the first node of the root's forward.

@@ -81,7 +81,7 @@ class Buffer:
 
 
 class BufferPool:
-    """The buffers of one role.
+    """Weight buffers, or gradient buffers, of the parameter groups of one role.
 
     Args:
         count: number of buffers that groups take in turn.

@@ -40,7 +40,8 @@ class ExactAllGather(AllGather):
 
     [Note: casts between collectives] A kernel that casts a small shard takes microseconds, but on a busy GPU it waits
     for a free multiprocessor, as the collective behind it does once more. On the communication stream the network
-    would stand still all the while. So small shards are cast where the computation has just ended that used the buffer.
+    would stand still all the while. So small shards are cast on the stream of the computation that used the buffer, as
+    soon as that has ended.
     """
 
     has_finish = False

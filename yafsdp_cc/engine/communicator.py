@@ -38,13 +38,13 @@ _GATHER_TAG, _MESSAGE_TAG = 1, 2
 class Communicator:
     """Collectives of one process group on one device, each in the fastest way of its backend.
 
-    They call the process group directly: the checks in ``torch.distributed``'s functions cost more than a small
+    All methods call the process group directly: the checks in ``torch.distributed``'s functions cost more than a small
     collective, and every buffer of the engine is checked once, when it is made.
 
     Over gloo an all-gather broadcasts every rank's chunk into its place: gloo's own all-gather receives into a
     temporary buffer and copies, which is cheaper only than very many broadcasts. Two ranks swap chunks in one
-    all-to-all, where broadcasts would be two operations. Then gathers and sums must not share a gloo group: a rank that
-    has lost step would meet an operation of another size, at which gloo ends the process. Over slow links
+    all-to-all, where broadcasts would be two operations. So gathers and sums of two ranks must not share a gloo group:
+    a rank out of step would meet an operation of another size, at which gloo ends the process. Over slow links
     (``groups.slow_links``) chunks are point-to-point messages.
 
     Chunks are equal unless ``chunks`` has the elements of each rank's, perhaps 0: then an all-gather is broadcasts on

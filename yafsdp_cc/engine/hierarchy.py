@@ -63,7 +63,7 @@ class PartialReduceOutput(StepState):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the sum and of its own scratch."""
+        """Bytes of the partial sum and of its scratch buffers."""
         return self.total.nbytes + (0 if self._scratch is None else self._scratch.nbytes)
 
     def add(self, parts: Iterable[tuple[int, Tensor]], used: Sequence[bool]) -> None:
@@ -95,7 +95,7 @@ class PartialReduceOutput(StepState):
 
 
 class Replicas(StepState):
-    """The partial sums of a model.
+    """The partial sums of a model's gradients, which are summed over replicas.
 
     Args:
         context: communicator and scratch buffers of the replicas.
@@ -120,7 +120,7 @@ class Replicas(StepState):
     def all_reduce_kept(self) -> None:
         """Sum over replicas the partial sums that earlier backwards left and this backward did not reduce.
 
-        Issued in the same order on all ranks, with no other all-reduce in flight.
+        The all-reduces are issued in the same order on all ranks, with no other all-reduce in flight.
         """
         for output in self.outputs:
             if output.used is not None:

@@ -53,7 +53,7 @@ VECTOR = 32
 
 
 def align(numel: int, multiple: int = ALIGNMENT) -> int:
-    """The smallest multiple of ``multiple`` that is at least ``numel``."""
+    """Return the smallest multiple of ``multiple`` that is at least ``numel``."""
     return -(-numel // multiple) * multiple
 
 
@@ -174,7 +174,7 @@ class Layout:
 
 
 DIVIDED_AS = "_yafsdp_cc_divided_as"
-"""Name of a parameter's attribute for a ``TensorParallel`` that its placements do not tell (``forms/spmd.py``)."""
+"""Name of the attribute that holds a parameter's ``TensorParallel`` if placements do not tell (``forms/spmd.py``)."""
 
 
 @lru_cache(maxsize=64)
@@ -202,7 +202,7 @@ class TensorParallel:
 
     @classmethod
     def of(cls, tensor: DTensor) -> TensorParallel:
-        """Return how ``tensor`` is divided."""
+        """Return how tensor parallelism has divided ``tensor``."""
         known: TensorParallel | None = getattr(tensor, DIVIDED_AS, None)
         return known or cls(tensor.device_mesh, tuple(tensor.placements), tensor.shape)
 
@@ -226,7 +226,7 @@ class TensorParallel:
     def _strides(self) -> tuple[int, ...]:
         return make_contiguous_strides_for(self.shape)
 
-    # a backward, where gradients are off, makes DTensors that a forward run again by checkpointing differentiates
+    # in a backward grad mode is off, but a forward that checkpointing runs again there differentiates this DTensor
     @torch.enable_grad()
     def wrap_unsharded(self, view: Tensor) -> DTensor:
         """Return the DTensor on the tensor-parallel mesh whose local tensor is ``view``; differentiable."""

@@ -126,7 +126,7 @@ class FSDPParam(StepState):
         return chunk.narrow(0, start, end - start).view(self.spec.local_shape)
 
     def set_parameter(self, parameter: nn.Parameter) -> None:
-        """Put ``parameter`` into the modules in place of this one."""
+        """Put ``parameter`` into the modules of ``sites`` in place of the one that they hold."""
         for module, attribute in self.sites:
             module._parameters[attribute] = parameter
         for weights, index in self._lists:
@@ -246,7 +246,7 @@ class ShardedGrad:
         for grad, param in zip(before, self.params, strict=True):
             target = param.local_grad
             if grad is not None:  # the user may have assigned it
-                _check_assigned(grad, param)  # a rank without elements raises, too: it would wait
+                _check_assigned(grad, param)  # also on a rank without elements, which would else wait for the others
                 target = cast("DTensor", grad).to_local()
             first, last = max(param.span[0], start), min(param.span[1], start + part.numel())
             if first >= last:
@@ -326,7 +326,7 @@ class FlatParam:
     all_gather: AllGather = field(init=False)
     reduce_scatter: ReduceScatter = field(init=False)
     all_reduce: AllReduce | None = field(default=None, init=False)
-    """Sum of partial sums over replicas; None without. ``sharding.assembly`` makes all three collectives."""
+    """All-reduce of partial sums; None without replicas. ``sharding.assembly`` makes a ``FlatParam``'s collectives."""
     reduce_context: CommContext = field(init=False)
     """Communicator and scratch buffers of this flat parameter's reduces."""
     group: Group = field(init=False)
@@ -387,8 +387,8 @@ class FlatParam:
         return None
 
     def send_buffer(self, own: Tensor, *, in_place: bool) -> Tensor:
-        """Return the shard in the dtype of ``own``: the shard itself, or, always if ``in_place``,
-        ``own`` [chunk] with a copy."""
+        """Return the shard in the dtype of ``own`` [chunk]: the shard itself if that is its dtype and not ``in_place``,
+        else ``own``, with a copy of the shard."""
         if not in_place and own.dtype == self.sharded.dtype:
             return self.sharded
         return own.copy_(self.sharded)
@@ -481,7 +481,7 @@ class UnshardedGrads:
         offsets, _ = offsets_of([flat.layout.numel * flat.reduce_dtype.itemsize for flat in flats])
         places = zip(offsets, flats, strict=True)
         self.flat = [buffer.view(start, flat.layout.numel, flat.reduce_dtype) for start, flat in places]
-        """[world * chunk] of each ``FlatParam``."""
+        """View of ``buffer`` for each ``FlatParam``'s unsharded gradients, [world * chunk]."""
         self.views = [view for flat, whole in zip(flats, self.flat, strict=True) for view in flat.views(whole)]
         self._padding = [
             whole.narrow(0, start, end - start)
@@ -490,8 +490,8 @@ class UnshardedGrads:
         ]
 
     def zero_unwritten(self) -> list[list[bool]]:
-        """Zero gradients that nobody wrote (another group's may lie there); return by ``FlatParam`` which were
-        written."""
+        """Zero gradients that nobody wrote, as the buffer may hold another group's. Return for each ``FlatParam`` which
+        of its parameters' gradients were written."""
         for param, view in zip(self.params, self.views, strict=True):
             if not param.written:
                 view.zero_()

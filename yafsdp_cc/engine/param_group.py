@@ -62,7 +62,7 @@ class _ContextStep(StepState):
     """Gradient buffers that the reduce stream may still read; this list keeps overflow buffers alive."""
     reduced: list[tuple[FlatParam, list[bool]]] = unreduced(list)
     """Flat parameters reduced since gradients were last made final, and for each of their parameters whether this rank
-    wrote it. A backward without sums over replicas leaves them to a later one."""
+    wrote a gradient. A backward without sums over replicas leaves them to a later one."""
 
 
 @dataclass(eq=False)
@@ -110,7 +110,7 @@ class GroupContext(_ContextStep):
     def wait(self, handle: CommHandle) -> None:
         """Wait for an operation; if it fails, raise an error that tells what the other ranks were doing.
 
-        On a GPU the stream waits, not the host: torch's watchdog ends ranks then, and ``sharding.watch`` tells of them.
+        On a GPU the stream waits, not the host: torch's watchdog ends ranks on a hang, ``sharding.watch`` tells of it.
         """
         if not handle.pending:
             return
@@ -209,7 +209,7 @@ class ParamGroup(StepState):
     """The gradient buffer, from ``take_grads``, when the backward reaches the group, to ``_take``, when its reduce is
     issued; the reduce reads the buffer until ``buffer.handle`` is over."""
     deferred: dict[FlatParam, list[bool]] = unreduced(dict)
-    """For each flat parameter whose gradients its reduce-scatter has stored, which parameters have some."""
+    """For each ``FlatParam`` whose gradients its reduce-scatter has stored, which of its parameters have gradients."""
 
     def __init__(self, context: GroupContext, spec: ParamGroupSpec, role: Role) -> None:
         self.context = context
@@ -247,7 +247,7 @@ class ParamGroup(StepState):
 
     @property
     def unshards_in_backward(self) -> bool:
-        """Whether the backward of a forward that begins now needs the weights; an embedding's does only for hooks."""
+        """Whether the backward of a forward that begins now needs the weights; for an embedding, only for hooks."""
         looks_up = self._looks_up and not any(map(_has_hooks, self.spec.modules))
         return self.spec.settings.unshards_in_backward and not looks_up
 
@@ -277,7 +277,7 @@ class ParamGroup(StepState):
         return buffer.versions[place] if buffer.owner is self else None, self.unsharded.flat[place]
 
     def prefetch(self) -> None:
-        """Gather into the assigned buffer unless it has users. A lost prefetch costs time, nothing else."""
+        """Gather the weights into the assigned buffer unless it has users. A lost prefetch costs time, nothing else."""
         buffer = self.unsharded.buffer
         if self.flats and buffer.users == 0 and not self.is_in(buffer):
             self._all_gather(self.unsharded)
@@ -288,8 +288,8 @@ class ParamGroup(StepState):
         if self.held is not None and not self.is_in(self.held.buffer):
             self.release_held()  # the weights have changed since ``unshard()``
         unsharded = self.use(self.held or self.unsharded)
-        # A GPU's stream that has not begun to wait prepares the next shard (``AllGather.prepare``) so much the earlier.
-        # On a CPU an all-gather that is issued now would share the network with the one that is waited for.
+        # On a GPU ``prefetch`` comes first: the caller's stream prepares the next shard (``AllGather.prepare``) before
+        # it waits. On a CPU a prefetch before the wait would share the network with the all-gather that is waited for.
         is_first = self.context.gather_stream.is_ordered
         if prefetch is not None and is_first:
             prefetch(self)
@@ -364,7 +364,7 @@ class ParamGroup(StepState):
                 param.register_sharded()
 
     def use(self, unsharded: UnshardedParams) -> UnshardedParams:
-        """Use a buffer, or an overflow buffer if another group uses it; gather unless it holds the present weights."""
+        """Use the buffer of ``unsharded``, or an overflow buffer if that is in use; gather if it lacks the weights."""
         if not self.is_in(unsharded.buffer):
             if unsharded.buffer.users:
                 unsharded = self.overflow()
@@ -506,7 +506,7 @@ class ParamGroup(StepState):
             buffer = Buffer(unsharded_grad_bytes(flats), context.device, context.reduce_stream)
             self.grads = grads = UnshardedGrads(buffer, flats)
         grads.buffer.owner = self
-        context.wait(grads.buffer.handle)  # until the previous owner's reduce has read the buffer
+        context.wait(grads.buffer.handle)  # the previous owner's reduce may still read the buffer
         grads.buffer.used_for = self.name
 
     def grad_buffer(self, nbytes: int, *, keeps: bool = False) -> Buffer:
@@ -516,7 +516,7 @@ class ParamGroup(StepState):
         if pool is not None and nbytes <= pool.buffer_bytes and not keeps:
             return pool.assigned(self.index)
         if self.own_grad_buffer is None or self.own_grad_buffer.data.nbytes < nbytes:
-            self._known_grads.clear()  # they are views of the smaller buffer
+            self._known_grads.clear()  # ``_known_grads`` are views of the smaller buffer
             self.own_grad_buffer = Buffer(nbytes, self.context.device, self.context.reduce_stream)
         return self.own_grad_buffer
 
@@ -541,7 +541,7 @@ class ParamGroup(StepState):
         """Reduce the gradients of a backward, all of which are written, or keep them for a later backward."""
         self.collect_grads(self.held)
         for param, leaf in zip(self.params, self.unsharded.leaves, strict=True):
-            if leaf.grad is not None:  # of operations that activation checkpointing ran again
+            if leaf.grad is not None:  # gradients of operations that activation checkpointing ran again
                 param.accumulate_grad(leaf.grad)
                 leaf.grad = None
         if self.spec.settings.requires_gradient_sync:
@@ -586,7 +586,7 @@ class ParamGroup(StepState):
             self.context.issue_reduce(grads.buffer, partial(_store, flat, whole))
 
     def _take(self, grads: UnshardedGrads) -> list[list[bool]]:
-        """Zero unwritten gradients, give up the buffer, and return which parameters have written or deferred ones."""
+        """Zero unwritten gradients, give up the buffer; return which parameters have gradients, written or deferred."""
         used = grads.zero_unwritten()
         if self.deferred:
             for flat, written in zip(grads.flats, used, strict=True):
@@ -617,7 +617,7 @@ class ParamGroup(StepState):
 def _look_up(modules: Sequence[nn.Module], params: Sequence[FSDPParam]) -> bool:
     """Return whether all ``modules`` are embeddings with plain weights, whose backward reads indices and no weights.
 
-    ``forward`` tells it, not the class, which sharding replaces by one of its own and FSDP2's. A ``weight`` that each
+    An embedding is known by its ``forward``, as sharding replaces its class by a subclass. A ``weight`` that each
     forward makes of ``params``, as ``weight_norm`` and parametrizations do, has a backward that reads them.
     """
     embeddings = [each for each in modules if getattr(each.forward, "__func__", None) is nn.Embedding.forward]

@@ -10,7 +10,7 @@ Rules for implementations:
 2. Modes, codecs and scales change in ``Observer.before_forward`` or in the optimizer, never between ``start`` and
    ``finish``. All ranks change alike.
 3. ``start`` raises only what all ranks raise, before it issues anything or changes a residual.
-4. ``finish`` issues no collective; with replicas ``PartialReduceOutput.add`` issues their sum behind it.
+4. ``finish`` issues no collective; with replicas ``PartialReduceOutput.add`` then issues the sum over replicas.
 5. Steady state allocates nothing.
 6. A non-finite block keeps its residual and arrives as non-finite: it reaches every rank as ``found_inf``.
 
@@ -98,10 +98,10 @@ class AllGather(Collective):
         """Complete ``output`` once the collectives are over."""
 
     def stepped(self, before: int, after: int) -> None:
-        """Take note that an optimizer step changed the shard's version. Called in the same order on all ranks."""
+        """Take note that an optimizer step changed the shard's version. All ranks make these calls in one order."""
 
     def expire(self) -> None:
-        """Take note that the shard may have changed, its version not. Called in the same order on all ranks."""
+        """Take note that the shard may have changed, not its version. All ranks make these calls in one order."""
 
 
 class ReduceScatter(Collective):
@@ -116,7 +116,7 @@ class ReduceScatter(Collective):
     def start(self, grads: Tensor, async_op: bool) -> Works:
         """Issue the collectives that sum ``grads`` [world * chunk], which nobody else changes until ``finish`` is over.
 
-        Only ``start`` itself may change it (NCCL sums in place; compression may clip).
+        Only ``start`` itself may change ``grads`` (NCCL sums in place; compression may clip).
         """
 
     @abstractmethod
@@ -172,31 +172,31 @@ class Observer:
     """
 
     def assembled(self, state: object) -> None:
-        """The engine was made, perhaps anew; ``state`` is its ``FSDPState``. No collective is in flight."""
+        """Handle that the engine was made, perhaps anew; ``state`` is its ``FSDPState``. No collective is in flight."""
 
     def before_forward(self) -> None:
-        """A forward of the root begins. Collectives may be issued here if each is ``record``ed in the fingerprint."""
+        """Handle that a root's forward begins; collectives issued here have to be ``record``ed in the fingerprint."""
 
     def after_forward(self) -> None:
-        """A forward of the root with a graph is over, and its backward may come."""
+        """Handle that a forward of the root with a graph is over, and its backward may come."""
 
     def before_backward(self) -> None:
-        """A backward has reached the model."""
+        """Handle that a backward has reached the model."""
 
     def before_gather(self, group: str, *, overflows: bool) -> None:
-        """The all-gather of the parameter group ``group`` is about to be issued, perhaps to an overflow buffer."""
+        """Handle that the all-gather of parameter group ``group`` is issued next, perhaps to an overflow buffer."""
 
     def before_reduce(self, group: str) -> None:
-        """The reduce of the parameter group ``group`` is about to be issued."""
+        """Handle that the reduce of the parameter group ``group`` is about to be issued."""
 
     def after_reduce(self, group: str) -> None:
-        """The reduce of the parameter group ``group`` was issued."""
+        """Handle that the reduce of the parameter group ``group`` was issued."""
 
     def before_wait(self) -> None:
-        """The host is about to wait for a collective."""
+        """Handle that the host is about to wait for a collective."""
 
     def after_wait(self) -> None:
-        """The host has waited for a collective."""
+        """Handle that the host has waited for a collective."""
 
     def after_backward(self) -> None:
-        """All reduces of a backward were issued; the engine waits for them next."""
+        """Handle that all reduces of a backward were issued; the engine waits for them next."""

@@ -51,8 +51,8 @@ class ReplicatedFlatParam(FlatParam):
         self.leaves = [param.local_range(self.computed) for param in self.params]
         """View of ``computed`` that forwards see of each parameter."""
         self.gate_inputs = [leaf.detach() for leaf in self.leaves]
-        """Aliases of ``leaves`` that enter the root gate. autograd holds back the gradients of what enters it until
-        that gate, which sums gradients, has run; modules may show ``leaves`` outside of forwards."""
+        """Aliases of ``leaves`` that enter the root gate, which sums gradients. If ``leaves`` entered it, autograd
+        would hold back, until it has run, gradients of ``leaves`` from where modules show them outside of forwards."""
 
     def _new_copies(self) -> Tensor | None:
         """Allocate copies in the dtype of the forward; return None if the parameters have that dtype themselves."""
@@ -60,7 +60,7 @@ class ReplicatedFlatParam(FlatParam):
         return None if is_same else torch.empty_like(self.sharded, dtype=self.compute_dtype)
 
     def check_unwritten(self) -> None:
-        """Raise a ``RuntimeError`` where a forward has written to the copies."""
+        """Raise a ``RuntimeError`` where a forward has written to the cast copies."""
         if self.has_copies and self.computed._version != self.seen_version:
             self.copied_version = -1  # the next forward copies the shards again
             names = ", ".join(f"'{param.spec.name}'" for param in self.params[:3])
@@ -232,10 +232,10 @@ class ReplicatedParams:
 
 
 def usage_flags(reduced: Mapping[FSDPParam, bool], count: int, is_fed: Callable[[FSDPParam], bool]) -> list[float]:
-    """Return 1 for each of ``count`` parameters that this rank knows a gradient of, to be summed over ranks.
+    """Return flags to be summed over ranks: 1 for each of ``count`` parameters that this rank knows a gradient of.
 
     Args:
-        reduced: parameters whose sums were added in this backward, and whether this rank has written to them.
+        reduced: parameters whose sums were added in this backward, and whether this rank wrote a gradient of each.
         is_fed: tells whether error feedback has brought a gradient of a parameter that perhaps no rank has used.
     """
     flags = [0.0] * count

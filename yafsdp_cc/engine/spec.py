@@ -62,7 +62,7 @@ class Collectives:
     def check_group(self, name: str, keeps_unsharded: bool) -> None:
         """Raise a ``ValueError`` if the collectives of the group ``name`` cannot work.
 
-        ``keeps_unsharded`` tells whether its unsharded weights remain in a buffer of their own between forwards.
+        ``keeps_unsharded`` tells whether the group keeps unsharded weights in a buffer of their own between forwards.
         """
 
     def join(self, other: Collectives) -> None:
@@ -100,7 +100,7 @@ EXACT = Collectives()
 
 @dataclass
 class GroupSettings:
-    """A parameter group's settings, which users may change at any time; after some the engine is made anew."""
+    """A parameter group's settings, which users may change at any time; some changes make the engine anew."""
 
     keeps_after_forward: bool = False
     """Whether unsharded weights remain in a buffer of their own after the forward (``reshard_after_forward=False``)."""
@@ -119,7 +119,7 @@ class GroupSettings:
     grad_buffers: int = 2
     """Number of gradient buffers that groups of this role take in turn."""
     separate_reduce_group: bool = False
-    """Whether reduces have a communicator and a stream of their own; those of one NCCL communicator take turns."""
+    """Whether reduces have a communicator and a stream of their own; operations of one NCCL communicator take turns."""
     allocates_from_group: bool = False
     """Whether buffers are memory of the process group that sends from them, registered with NCCL."""
     streams: dict[str, CommStream] = field(default_factory=dict)
@@ -150,7 +150,7 @@ class ParamGroupSpec:
     outer: ParamGroupSpec | None = None
     """Spec of the innermost group around this one."""
     ignored: frozenset[nn.Parameter] = frozenset()
-    """Parameters that were not sharded."""
+    """Parameters that the caller has left unsharded (``ignored_params``)."""
     settings: GroupSettings = field(default_factory=GroupSettings)
 
     @property

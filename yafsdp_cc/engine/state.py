@@ -9,13 +9,13 @@ backwards through it; within it, each ``GroupCall`` is one forward of a group:
     post_backward  (the gate of the group's last call has run) reduce; the root gate, last of all, waits and makes
                    gradients final
 
-What a backward must do for its calls is settled by the forward, as the calls in reverse, inner ones within outer:
+The forward settles the plan of the backward: the forward's calls in reverse, inner calls within outer ones:
 
     forward    a ( b ) c           backward    begin c, end c, begin a, begin b, end b, end a
 
-An output or a gate that the backward reaches moves it on to that point of the sequence. So a rank on which some
-parameters of a group go unused, and perhaps the whole group, issues the same collectives in the same order as the
-others.
+When autograd reaches an output or a gate of a call, the engine runs the plan up to that point. So a rank on which
+some parameters of a group go unused, and perhaps the whole group, issues the same collectives in the same order as the
+other ranks.
 """
 
 from __future__ import annotations
@@ -82,17 +82,17 @@ class _ModelStep(StepState):
     """Members of an ``FSDPState`` that a step changes."""
 
     iteration: IterationState | None = transient(None)
-    """The forward under way."""
+    """Iteration of the root's forward under way; None outside of forwards."""
     _caller: _Caller | None = transient(None)
     """Caller of the forward of the root module that is under way."""
     interrupted: bool = transient(False)
-    """Whether a forward was given up before it could be entered in full."""
+    """Whether an exception ended a forward in ``pre_forward_of``, before the module itself ran."""
     entered: dict[nn.Module, list[Callable[[Any], Any] | None]] = transient(dict)
     """Functions to run on the outputs of modules whose forwards are under way, the innermost forward's last."""
     backwards: list[Backward] = transient(list)
     """Backwards under way, each within the one before it; an exception that ends one leaves it in this list."""
     awaited_backwards: int = history(0)
-    """Number of forwards at the weights of ``_awaited_version`` whose backwards may come."""
+    """Number of forwards whose backwards may come, all with weights of the version ``_awaited_version``."""
     _awaited_version: int = history(-1)
     _seen: tuple[int, bool, bool] = history((0, True, True))
     """``steps`` at the last forward, whether gradients were enabled then, and whether the model was in training."""
@@ -137,7 +137,7 @@ class FSDPState(_ModelStep):
         for index, param in enumerate(self.params):
             param.index = index
         self.root_replicated: tuple[FSDPParam, ...] = ()
-        """Replicated parameters that are in no group: each rank's forward may use them before any group or not."""
+        """Replicated parameters that are in no group; a rank's forward may use them before its first group, or not."""
         self.outdated = False
         """Whether a setting has changed that takes effect only when the engine is made anew."""
         self.retired = False
@@ -155,7 +155,7 @@ class FSDPState(_ModelStep):
         """Groups that the forward of ``called`` has run."""
         self._cursor = 0
         self._leaf_stream = self.context.gather_stream.caller()
-        """Stream of autograd's node of ``leaf``; at its end ``backward()`` makes the caller's stream wait for it."""
+        """Stream of autograd's node of ``leaf``; at the end of ``backward()`` the caller's stream waits for it."""
 
     def __repr__(self) -> str:
         what = "retired" if self.retired else self.context.describe(None)
@@ -273,7 +273,7 @@ class FSDPState(_ModelStep):
         self.contents.check()
         context = self.context
         context.traces = profiler._is_profiler_enabled or NVTX_LISTENS
-        for observer in context.observers:  # one raises if another rank has failed: before weights expire
+        for observer in context.observers:  # before weights expire, as the one of ``skip_together`` may raise
             observer.before_forward()
         self.expire_weights()
         self.replicated.refresh()
@@ -284,7 +284,7 @@ class FSDPState(_ModelStep):
             context.gather_stream.wait_event(stepped[0])
         if stepped is None or stepped[1] != [group.versions() for group in self.groups]:
             context.gather_stream.wait_for_caller()  # the optimizer's step is on the caller's stream
-        self._caller = _Caller()  # set first: by it ``drop_interrupted`` finds an interrupt from here on
+        self._caller = _Caller()  # set first: ``drop_interrupted`` finds interrupts by ``_caller``
         self.iteration = iteration = IterationState(self)
         self._iterations.add(iteration)
         context.in_forward = True
@@ -298,10 +298,10 @@ class FSDPState(_ModelStep):
         [Note: Weights that are gathered once for several forwards] An optimizer's step and what torch counts raise the
         versions of shards. Writes by hand to the ``.data`` of a shard, its NumPy array or its address do not, and one
         rank alone cannot tell: all ranks have to gather alike. So, by what is the same on all ranks, weights are used
-        again only where somebody relies on that and nothing hints at a write. Between micro-batches: gradients are
-        there and no optimizer has stepped. In evaluation: if the settings keep them. Not where gradients were cleared
-        without an optimizer of torch's, as by a loop that makes its own steps, not from ``train()`` to ``eval()`` or
-        back, where averages are swapped in, nor, without such an optimizer, from one forward to the next.
+        again only where somebody relies on that and nothing hints at a write: between micro-batches, where gradients
+        are there and no optimizer has stepped, and in evaluation if the settings keep weights. They are gathered anew
+        where gradients were cleared without an optimizer of torch's, as by a loop that makes its own steps, from
+        ``train()`` to ``eval()`` or back, where averages are swapped in, and, without such an optimizer, each time.
         """
         now = self.steps, torch.is_grad_enabled(), self.model.training
         (steps, _, is_training), before = now, self._seen
@@ -477,7 +477,7 @@ class FSDPState(_ModelStep):
                 "would read are gone by then. Compute gradient penalties on an unsharded model"
             )
         backward = self.enter_backward()
-        if not backward.wants_grads:  # the root gate, which does this otherwise, may never be reached
+        if not backward.wants_grads:  # else the root gate uncounts the forward; it may be out of reach
             self._stop_awaiting(iteration)
         return backward
 
@@ -672,7 +672,7 @@ class IterationState:
         """Whether an input or a parameter seen so far requires a gradient: all ranks then expect a backward."""
         self.has_gate = False
         """Whether the root gate was made, so that a backward may come."""
-        self.was_reached = False  # by a backward, perhaps within the forward
+        self.was_reached = False  # whether a backward has come to this iteration, perhaps within its forward
         self.awaited_version: int | None = None
         """Version of the weights at this forward, while it is counted in ``awaited_backwards``."""
         self._pending: Counter[ParamGroup] = Counter()
@@ -714,7 +714,7 @@ class IterationState:
         self.state.reach(self)
 
     def post_backward(self, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-        """The root gate has run: finish the backward. Gradients of replicated parameters stop here."""
+        """Finish the backward when the root gate has run; gradients of replicated parameters go no further."""
         state = self.state
         backward = state.reach(self)
         backward.end_calls(self, -1)
@@ -787,13 +787,13 @@ class GroupCall:
         self.unsharded = unsharded
         self._iteration = weakref.ref(iteration)  # the iteration's graph holds this call: no cycle
         self.index = self.last = len(iteration.calls)
-        """Index of this call in ``iteration.calls``, and of the last call within it."""
+        """Index of this call in ``iteration.calls``; ``last`` is that of the last call within this one."""
         self.places = [-1, -1]
         """Indices of this call's begin and end in the plan of the backward."""
         self.is_expected = False
         """Whether the backward reaches this call on every rank that trains the same parameters."""
         self.needs_weights = group.unshards_in_backward
-        """Whether the backward gathers the weights."""
+        """Whether the backward of this call gathers the group's weights."""
         self._fills = unsharded.buffer.fills
         self._versions = unsharded.buffer.versions
         # Activation checkpointing saves tensors by hooks: the backward then reads recomputed tensors, not those of this
@@ -921,16 +921,16 @@ class Backward:
     def plans(self, call: GroupCall) -> bool:
         """Return whether ``call`` is begun and ended in the order of its iteration's plan.
 
-        Otherwise it begins when this run reaches one of its outputs, and ends when this run reaches its gate or has
-        passed it.
+        A call outside of the plan begins when this run reaches one of its outputs, and ends when this run reaches its
+        gate or has passed it.
         """
         return self.reduces and call.is_expected
 
     def end_calls(self, iteration: IterationState, index: int) -> None:
         """End calls that no plan ends: those of ``iteration`` after ``index``, and those of other iterations.
 
-        autograd runs nodes from the latest to the earliest, so it has passed these calls. A call has not been ended by
-        its own gate if no tensor behind that gate needed a gradient.
+        Autograd runs nodes from the latest to the earliest, so it has passed calls after ``index``. A call has not been
+        ended by its own gate if no tensor behind that gate needed a gradient.
         """
         for call in [*reversed(self.begun)]:
             if not self.plans(call) and (call.iteration is not iteration or call.index > index):
@@ -976,8 +976,8 @@ class Backward:
 class _Caller:
     """The innermost frame around a forward that belongs neither to the engine and its hooks nor to ``torch._dynamo``.
 
-    If the call of a module runs hooks, this is the frame of the call itself: torch's ``inner`` within it has ended
-    when hooks run after a forward that raised.
+    Where torch calls a module with hooks, ``_frame`` is that of ``_call_impl``, not of ``inner`` within it: after a
+    forward that raised, hooks run when ``inner`` has ended.
     """
 
     def __init__(self) -> None:

@@ -119,7 +119,7 @@ class CommStream:
 
 
 class CudaCommHandle(CommHandle):
-    """An event behind the completion callback; once the stream has another operation, right before that one begins.
+    """A handle with an event behind the completion callback, or, once there is a next operation, right before that.
 
     [Note: collectives first] A kernel of a collective that becomes ready together with a matrix product loses: the
     product takes all multiprocessors, and the network stands still until it is over, 0.7 ms on an H200. So whoever
@@ -158,7 +158,7 @@ class CudaCommStream(CommStream):
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self.side = torch.cuda.Stream(device, priority=-1)
-        self.device_index: int = self.side.device_index  # that of the current device where ``device`` has none
+        self.device_index: int = self.side.device_index  # the current device's index where ``device`` has none
         self._caller_point, self._begins = (torch.Event("cuda", enable_timing=False) for _ in range(2))
         self._relay = torch.cuda.Stream(device, priority=-1)
 
@@ -221,7 +221,7 @@ def on_stream(stream: torch.Stream) -> Iterator[None]:
         yield
     finally:
         torch.accelerator.set_stream(before)
-        if current_device != device_index:  # the stream has taken its device along
+        if current_device != device_index:  # ``set_stream`` has also changed the current device
             torch.accelerator.set_device_index(current_device)
 
 
