@@ -51,7 +51,7 @@ for _module, _package in {"torch": "torch", "pydantic": "pydantic", "yaml": "pyy
     if importlib.util.find_spec(_module) is None:
         raise ModuleNotFoundError(f"yafsdp_cc needs {_package}: pip install {_package}", name=_module)
 
-# Looked up at first use: torch takes seconds to import, and the command line passes through here before its help.
+# Names are looked up at first use: torch takes seconds to import, and the command line's help shall not wait for it.
 _NAMES = {
     "yafsdp_cc.api": "counters_of fully_shard plan_of register_fsdp_forward_method shard watch_loss",
     "yafsdp_cc.batches.skipped": "PeerFailedError skip_together",

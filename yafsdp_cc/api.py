@@ -423,8 +423,8 @@ def fully_shard(
 ) -> Modules:
     """Shard the parameters of ``module`` that no earlier call on a part of it has sharded. A collective, in place.
 
-    Called bottom-up, as torch's: on every block, then on the model. The module whose forward runs first becomes the
-    root, and buffers are made then. Until then only the shards take memory, or none on the meta device.
+    Call ``fully_shard`` bottom-up, as torch's: on every block, then on the model. The module whose forward runs first
+    becomes the root, and buffers are made then. Until then only the shards take memory, or none on the meta device.
 
     Args:
         module: a module, or a list of modules whose parameters are gathered together.
@@ -545,7 +545,7 @@ def counters_of(model: nn.Module) -> Counters:
     state = built_state(model, "counters_of")
     plan = plan_for(state)
     counters = state.context.counters
-    unplanned = (group.own_grad_buffer for group in state.groups)  # made since, for kept or unfrozen gradients
+    unplanned = (group.own_grad_buffer for group in state.groups)  # buffers made later: see ``ParamGroup.grad_buffer``
     counters.owned_bytes = plan.owned_bytes + sum(each.data.nbytes for each in unplanned if each is not None)
     counters.host_bytes = plan.host_bytes
     return counters

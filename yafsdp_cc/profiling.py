@@ -113,7 +113,7 @@ def span(kind: Kind, name: str = "", byte_count: int = 0) -> Span:
 def mark_optimizer_steps() -> None:
     """Make every ``step()`` of every torch optimizer of this process a range ``YaFSDP::step`` from now on.
 
-    Only for NVTX, while a tool listens: Kineto has torch's own ranges, ``Optimizer.step#AdamW.step``.
+    The ranges are made for NVTX alone, while a tool listens: Kineto has torch's own, ``Optimizer.step#AdamW.step``.
     """
     if not NVTX_LISTENS:
         return

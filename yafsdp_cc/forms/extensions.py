@@ -362,7 +362,7 @@ class ExtensionAllGather(AllGather):
             )
 
 
-# Local tensors of the class itself ------------------------------------------------------------------------------------
+# Local tensors of a parameter's own class -----------------------------------------------------------------------------
 
 
 class ClassParam(ExtensionParam):

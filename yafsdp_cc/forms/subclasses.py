@@ -1,6 +1,6 @@
 """Parameters of tensor subclasses: their inner tensors, the tensors that are sharded, and how their class is restored.
 
-Three kinds can be sharded:
+Three kinds of parameters of tensor subclasses can be sharded:
 
 * Classes with FSDP2's all-gather extension, ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``, around one tensor of
   the parameter's own shape and dtype (torchao's ``WeightWithDynamicFloat8CastTensor``). That tensor is sharded along
@@ -140,8 +140,8 @@ def _copied(value: object) -> object:
 class TensorSubclass:
     """The tensor subclass of a parameter, and how the parameter is sharded.
 
-    The tensor that is sharded has it as an attribute (``subclass_of``), and ``restore`` gives tensors of the class
-    again.
+    The tensor that is sharded has its ``TensorSubclass`` as an attribute (``subclass_of``), whose ``restore`` makes
+    tensors of the class again.
     """
 
     form: Form
@@ -200,7 +200,7 @@ def _properties(parameter: nn.Parameter) -> Iterator[tuple[str, Any]]:
 
 
 SUBCLASS = "_yafsdp_cc_subclass"
-"""Name of the attribute that holds the ``TensorSubclass`` of a parameter, or of the one that a plain one replaces."""
+"""Name of the attribute that holds the ``TensorSubclass`` of a parameter, or of one that it replaces."""
 
 
 def tensors_of(tensor: Tensor) -> list[Tensor]:
@@ -239,8 +239,8 @@ def subclass_of(parameter: Tensor) -> TensorSubclass | None:
 def plain_parameter(name: str, parameter: nn.Parameter) -> nn.Parameter:
     """Return the plain parameter that is sharded in place of one of a tensor subclass; other parameters unchanged.
 
-    It shares the parameter's memory. If a frozen parameter has several inner tensors, their bytes are moved to one
-    buffer and they become views of it. A parameter that is sharded as a tensor of its class is returned unchanged.
+    The plain parameter shares memory with ``parameter``. If a frozen one has several inner tensors, their bytes move to
+    one buffer and they become views of it. A parameter that is sharded as a tensor of its class is returned unchanged.
 
     Raises:
         ValueError: a parameter of this class cannot be sharded; the message says why, and what to do.

@@ -141,8 +141,8 @@ class ShardedModule(FSDPModule, nn.Module):
         """Release the weights that ``unshard`` or a forward has gathered for this module: the next forward gathers
         anew.
 
-        Call it on all ranks. After a write that torch's versions do not count it is required where weights are kept
-        between forwards (docs/using.md).
+        Call ``reshard`` on all ranks. It is required where weights are kept between forwards, after a write that
+        torch's versions do not count (docs/using.md).
         """
         if (spec := spec_of(self)) is not None:
             reshard(spec, expires=True)
@@ -187,8 +187,8 @@ class ShardedModule(FSDPModule, nn.Module):
     def set_post_optim_event(self, event: torch.Event | None) -> None:
         """Let the next forward's all-gathers wait for ``event`` alone, not for all work of the current stream.
 
-        If weights are changed after this call, they wait for both. None, which ``record_event()`` of a CPU's stream
-        returns, changes nothing; nor does a call before the first forward, which waits for all work.
+        If weights change after this call, all-gathers wait for all work as well. None, which ``record_event()`` of a
+        CPU's stream returns, changes nothing; nor does a call before the first forward, which waits for all work.
         """
         if (state := state_of(self)) is not None:
             state.post_optim_event = None if event is None else (event, [group.versions() for group in state.groups])
@@ -217,7 +217,7 @@ class ShardedModule(FSDPModule, nn.Module):
         """Set whether a backward sums over the replicas of a 2-D mesh, or leaves partial sums to a later one. A
         collective.
 
-        It applies to the whole root. ``.grad`` has final gradients only after a backward that sums over replicas.
+        The setting is the whole root's. ``.grad`` has final gradients only after a backward that sums over replicas.
 
         Raises:
             ValueError: this is not the root, or ``recurse`` is False.
@@ -262,7 +262,7 @@ class ShardedModule(FSDPModule, nn.Module):
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Set whether gradients have a communicator of their own, so that all-gathers and reduces can overlap.
 
-        It applies to the whole root if one module sets it.
+        The setting applies to the whole root if one module has it.
         """
         _check_bool("enable", enable)
         self._change_setting(recurse, "separate_reduce_group", enable)
@@ -270,8 +270,8 @@ class ShardedModule(FSDPModule, nn.Module):
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Set whether buffers are allocated by the process group, which registers them with NCCL.
 
-        It applies to all units that share buffers with this module, from the next forward on. Overflow buffers and the
-        shards, which all-gathers without a cast send from, are ordinary memory. It has not been run on a GPU.
+        The setting applies to all units that share buffers with this module, from the next forward on. Overflow buffers
+        and the shards, which all-gathers without a cast send from, are ordinary memory. It was never run on a GPU.
         """
         _check_bool("enable", enable)
         for spec in self._specs(False):
@@ -324,7 +324,7 @@ class ShardedModule(FSDPModule, nn.Module):
     def reset_iter_state(self) -> None:
         """Drop the state of a forward or backward that raised, gradients that were not reduced included.
 
-        The next forward does so by itself.
+        The next forward drops such state by itself.
 
         Raises:
             RuntimeError: this is not the root.
@@ -480,7 +480,7 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
     """Let the roots among ``modules`` issue their communication on the same streams, as stages of a pipeline do.
 
     Raises:
-        ValueError: one of them is not sharded.
+        ValueError: one of ``modules`` is not sharded.
     """
     specs = _specs_of(modules)
     for spec in specs[1:]:
@@ -575,7 +575,7 @@ def built_state(module: nn.Module, what: str, *, is_current: bool = False) -> FS
 
     Raises:
         ValueError: the module is not sharded.
-        RuntimeError: there is no such engine.
+        RuntimeError: there is no engine, or ``is_current`` refuses it.
     """
     check_sharded(module)
     state = state_of(module)
@@ -597,7 +597,7 @@ def register_forward_method(module: nn.Module, name: str) -> None:
 
     Raises:
         ValueError: the module is not a unit of a sharded model, nor the model itself.
-        AttributeError: it has no such method.
+        AttributeError: the module has no method ``name``.
     """
     if spec_of(module) is None and state_of(module) is None:
         raise ValueError(
@@ -626,9 +626,9 @@ def register_forward_method(module: nn.Module, name: str) -> None:
 def whole_parameters(model: nn.Module, *, write: bool = False) -> Iterator[None]:
     """Show whole, plain parameters of a sharded ``model`` on every rank inside the block. A collective, at both ends.
 
-    Each has its own dtype. Tensor-parallel parameters are the DTensors that ``parallelize_module`` made.
+    Whole parameters have their own dtypes. Tensor-parallel ones are the DTensors that ``parallelize_module`` made.
     ``named_parameters()``, attributes and ``state_dict()`` all show them; they are copies that take the memory of a
-    whole model. What is frozen or unfrozen inside stays so. Optimizers are made outside.
+    whole model. What is frozen or unfrozen inside the block stays so. Make optimizers outside of the block.
 
     Args:
         model: the model that was passed to ``shard``.
@@ -797,8 +797,8 @@ def check_at_rest(state: FSDPState, what: str) -> None:
 def unshard_model(model: Model, *, rank0_only: bool = False, device: torch.device | str | None = None) -> Model:
     """Undo ``shard``: whole, plain parameters again, the model's own classes, no hooks of the engine. A collective.
 
-    It works group by group: beside the plain model a rank holds its shards and one group. Gradients are dropped. An
-    optimizer still refers to the sharded parameters and their memory: make a new one.
+    Groups are gathered one by one: beside the plain model a rank holds its shards and one group. Gradients are dropped.
+    An optimizer still refers to the sharded parameters and their memory: make a new one.
 
     Args:
         model: the model that was passed to ``shard``.

@@ -60,7 +60,7 @@ def check_settings(settings: Mapping[str, object], across: Sequence[dist.Process
     """Compare the arguments of a ``call`` across ranks.
 
     Raises:
-        ValueError: on every rank, naming the first that differs.
+        ValueError: on every rank, naming the first argument that differs.
     """
     mine = {name: repr(value) for name, value in settings.items()}
     everybody = all_gather_objects(mine, across)

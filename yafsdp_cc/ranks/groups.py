@@ -118,7 +118,7 @@ class PythonGroup:
 def allocate(nbytes: int, device: torch.device, group: dist.ProcessGroup | None = None) -> Tensor:
     """Return uninitialised memory; with a ``group``, from the allocator of its backend where that has one.
 
-    NCCL's allocator registers it with the communicator: zero-copy transfers over NVLink and InfiniBand's SHARP.
+    NCCL's allocator registers memory with the communicator: zero-copy transfers over NVLink and InfiniBand's SHARP.
     """
     if group is not None and nbytes and (backend := group._get_backend(device)).supports_tensor_alloc(device):
         memory: Tensor = backend.allocate_tensor(nbytes, dtype=torch.uint8, device=device)

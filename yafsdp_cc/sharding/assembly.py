@@ -283,7 +283,7 @@ def _derived_group(info: MeshInfo, size: int) -> dist.ProcessGroup:
     group = info.shard_group
     first = group.rank() // size * size
     members = dist.get_process_group_ranks(group)[first : first + size]
-    timeout = timeout_of(group)  # that of the shard group, not torch's default
+    timeout = timeout_of(group)  # the shard group's time-out, not torch's default
     return group_once(group, size, lambda: new_group(members, timeout))
 
 
@@ -352,7 +352,7 @@ def _make_weight_buffers(context: GroupContext, role: Role, members: Sequence[Pa
     for buffer, group in zip(pool.dedicated, keeping, strict=True):
         group.unsharded = UnshardedParams(buffer, group.flats)
     for group in members:
-        if not group.flats:  # all its parameters are replicated
+        if not group.flats:  # all parameters of this group are replicated
             group.unsharded = UnshardedParams(Buffer(0, device, stream), ())
 
 

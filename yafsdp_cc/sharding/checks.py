@@ -188,7 +188,7 @@ def check_subclasses(
         whole: parameters that must lie whole on one rank.
 
     Raises:
-        ValueError: a parameter cannot be sharded so.
+        ValueError: a parameter of a tensor subclass cannot be sharded as asked.
     """
     for each in owned:
         subclass = subclass_of(each.parameter)

@@ -1,6 +1,6 @@
 """Lists, dicts and dataclasses in a module's arguments, into which its forward may put outputs.
 
-A forward gets copies of those that hold tensors to gate or cast. What it puts into a copy (``skips.append(x)``,
+A forward gets copies of containers that hold tensors to gate or cast. What it puts into a copy (``skips.append(x)``,
 ``batch["x"] = x``) is an output, and goes to the caller's own container. What it puts into a container that was not
 copied, such as an empty list, has no hook: some output of the module has to lead to the loss, or the backward raises.
 """
@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 NO_CONTAINERS = (Tensor, type(None), bool, int, float, str)
-"""Classes of most arguments, which hold no others."""
+"""Classes of arguments that are no containers, as most arguments are."""
 
 
 def returning_containers(given: Sequence[Any], passed: Sequence[Any], finish: Callable[[Any], Any]) -> Any:
@@ -68,7 +68,7 @@ class _Copied:
     def write_back(self, written: dict[Any, Any]) -> None:
         """Change the caller's container as the forward has changed the copy: ``skips.append(x)``, ``batch["x"] = x``.
 
-        What the forward has left in the copy remains the caller's own.
+        Items that the forward has left in the copy stay what they were in the caller's container.
 
         Args:
             written: the values to put in, as of ``written()``.

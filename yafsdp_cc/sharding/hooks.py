@@ -127,7 +127,7 @@ def _end_root_forward(state: FSDPState, end: Callable[[Any], Any], output: Any) 
     """Return what ``end``, which ends a forward of the root, makes of ``output``.
 
     Raises:
-        RuntimeError: the forward has unfrozen a parameter that it shows, to its end, without a way for the gradient.
+        RuntimeError: the forward has unfrozen a parameter, whose gradient has no gate to pass in this forward's graph.
     """
     unfrozen = ""
     if state.iteration is not None and state.iteration.has_gate:

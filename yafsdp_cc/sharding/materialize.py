@@ -28,7 +28,7 @@ def materialize(
     ``reset_parameters()`` initialises the module.
 
     Raises:
-        ValueError: a module has neither, and no ``initialize`` was given.
+        ValueError: a module has neither method, and no ``initialize`` was given.
     """
     owners = {module: each.name for each in owned if each.parameter.is_meta for module, _ in each.sites}
     paths = {module: path for path, module in model.named_modules()} if owners else {}
@@ -59,7 +59,7 @@ def place_buffers(
         names = [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
         if names:
             _fill(module, f"{path}.{names[0]}" if path else names[0], path, model, device, initialize)
-    move_buffers(model, device)  # also those that it has made
+    move_buffers(model, device)  # also buffers that an initialisation has made
     return list(model.buffers())
 
 

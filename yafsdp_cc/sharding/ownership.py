@@ -93,7 +93,7 @@ def assign_owners(
         work: floating-point operations per Newton-Schulz iteration that each rank has so far; new ones are added.
 
     Raises:
-        ValueError: ``ownership`` is none of these, or a pattern fits no parameter, or one that is no matrix.
+        ValueError: ``ownership`` is another text, or a pattern in it fits no parameter, or one that is no matrix.
     """
     if isinstance(ownership, str):
         if ownership not in (FLAT, MATRIX):
@@ -159,7 +159,7 @@ def _balanced(
     """Assign each matrix, those with most operations first, to the rank with the least work so far.
 
     Among equals the rank with the fewest elements of the unit gets it: a unit's sum takes as long as its largest part.
-    Units in which a stack is divided come last, and even out what the others have left.
+    Units in which a stack is divided come last, and even out the work that the other units have left uneven.
     """
     elements: Counter[int] = Counter()
     singles: list[tuple[Counter[int], OwnedParameter, int]] = []
@@ -238,8 +238,8 @@ def _updated_shape(owned: OwnedParameter) -> torch.Size:
     """Return the shape of the tensor that one shard group updates, the same on all tensor-parallel ranks of a
     parameter.
 
-    It is the whole shape, except where experts are divided evenly and no matrix is: then it is this rank's part of the
-    stack.
+    The tensor is the whole parameter, except where experts are divided evenly and no matrix is: then it is this rank's
+    part of the stack.
     """
     parameter = owned.parameter
     if isinstance(parameter, DTensor):

@@ -1,6 +1,6 @@
 """Makes a plain module sharded: ``shard_parameters`` replaces parameters by shards in flat buffers.
 
-It returns a ``ParamGroupSpec`` of the parameters sharded together, from which ``assembly`` makes a group.
+The result is a ``ParamGroupSpec`` of the parameters sharded together, from which ``assembly`` makes a group.
 """
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ def shard_parameters(
 def _flat_params(
     owned: Sequence[OwnedParameter], plan: ShardingPlan, make: Callable[..., Part], *, replicates: bool
 ) -> tuple[Part, ...]:
-    """Put ``owned`` into flat buffers, one per dtype; sharded ones also by whether trained, ownership, codec,
-    and tensor parallelism where there is a codec."""
+    """Put ``owned`` into flat buffers, one per dtype. Sharded parameters of one buffer are also alike in whether they
+    are trained, in ownership and codec, and, with a codec, in whether tensor parallelism divides them."""
     plan.prepare(owned)
     alike: dict[Hashable, list[OwnedParameter]] = defaultdict(list)
     for each in owned if replicates else sorted(owned, key=plan.parts_of):
@@ -194,7 +194,7 @@ def _replace(param: FSDPParam, buffer: Tensor, whole: nn.Parameter) -> None:
     wraps = tensors_of(whole) if isinstance(param, ClassParam) else ()
     notes = {name: note for name, note in vars(whole).items() if all(note is not each for each in wraps)}
     parameter.__dict__.update(notes)  # attributes that users and frameworks have set on the parameter
-    if type(param) is FSDPParam:  # a forward sees one of another class with the attributes of that class
+    if type(param) is FSDPParam:  # forwards see a tensor subclass with the attributes of that class
         param.notes = notes
     take_grads_of_autograd(parameter)
     param.parameter, param.local = parameter, local

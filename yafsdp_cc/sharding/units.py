@@ -488,7 +488,7 @@ def _without_stages(blocks: list[nn.Module]) -> list[nn.Module]:
 def _blocks_of(stages: list[nn.Module]) -> list[nn.Module]:
     """Return the modules of one class that make up most of ``stages``, if the stages differ much in size.
 
-    Stages of equal size are never opened: they contain the experts of a mixture, and ranks call different experts.
+    Stages of equal size stay units: they contain the experts of a mixture, and ranks call different experts.
     """
     sizes = [_numel([stage]) for stage in stages]
     if max(sizes) < 2 * min(sizes):

@@ -1,8 +1,8 @@
 """Tells which rank hangs while others wait for it, long before the time-out of a process group ends the run.
 
 A thread of each rank looks whether its engines go on. A rank whose engines have stood still for half a minute writes
-to the store where its main thread is, whether it waits for other ranks, or is in a loader, say. When one has waited for
-a minute, the first rank that still writes prints all of that.
+to the store where its main thread is, whether it waits for other ranks, or is in a loader, say. When a rank has
+waited for a minute, the lowest rank that still writes prints what all have written.
 """
 
 from __future__ import annotations
@@ -78,11 +78,11 @@ class _Seen(NamedTuple):
 class _Watch(threading.Thread):
     def __init__(self, store: Store, rank: int, seconds: float) -> None:
         super().__init__(name="yafsdp_cc.watch", daemon=True)
-        # The garbage collector may call ``put`` while this thread is within ``get``, which holds no lock that it needs.
+        # The garbage collector may call ``put`` while this thread is within ``get``: ``get`` holds no lock of ``put``.
         self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
         self.of = weakref.ref(store, lambda _: self._wakes.put(None))
         self._engines: weakref.WeakSet[GroupContext] = weakref.WeakSet()
-        self._store: Store = store.clone()  # type: ignore[attr-defined]  # waits on ``store`` would block this one
+        self._store: Store = store.clone()  # type: ignore[attr-defined]  # a wait on ``store`` blocks its connection
         self._rank, self._seconds = rank, seconds
 
     def add(self, context: GroupContext) -> None:
@@ -151,7 +151,7 @@ class _Watch(threading.Thread):
         return told
 
     def _tell(self, ranks: list[int], engines: list[GroupContext]) -> bool:
-        """Print what the ranks do, if this is the first of those that write; return whether there is a reason to."""
+        """Print what the ranks do, if this rank is the lowest that writes; return whether there was a reason to."""
         seen: dict[int, _Seen] = {}
         for rank in ranks:
             if self._store.check([_key(rank)]):

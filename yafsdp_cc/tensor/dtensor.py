@@ -153,7 +153,7 @@ class FlatDTensor(SavedInChunks, DTensor, metaclass=_EqualsDTensor):
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
         """Return the whole tensor, a new one, on every rank of the mesh.
 
-        A collective unless replicated, and one in the backward: call it on all ranks.
+        The call and its backward are collectives unless the tensor is replicated: make the call on all ranks.
 
         Args:
             grad_placements: how the data-parallel ranks' gradients are combined. None: by their mean, which is right
@@ -261,8 +261,8 @@ engines: weakref.WeakSet[FSDPState] = weakref.WeakSet()
 def _follow_reduces() -> None:
     """Make the caller's stream wait for reduces in flight outside of a backward.
 
-    A backward that raised leaves them behind. It has no end at which the engine could wait, so every operation on a
-    sharded tensor does.
+    A backward that raised leaves reduces in flight. It has no end at which the engine could wait, so every operation on
+    a sharded tensor waits.
     """
     if torch._C._current_graph_task_id() != -1:
         return
@@ -379,8 +379,8 @@ def specs_in(arguments: Any) -> list[ShardSpec]:
 def _local_alike(spec: ShardSpec, flat: FlatDTensor) -> torch.Tensor | None:
     """Return the local tensor, by ``spec``, of a tensor that may be sharded by other bounds; None if it does not fit.
 
-    A collective where bounds differ, as those of a parameter do between models that have other units, or others of
-    their parameters frozen.
+    The call is a collective where bounds differ, as those of one parameter do in two models with different units, or
+    different frozen parameters.
     """
     theirs, local = flat.shard_spec, flat._local_tensor
     if theirs is spec or theirs.matches(spec):
@@ -613,7 +613,7 @@ _ELEMENTWISE = {
 }
 """Operations that are element-wise though torch does not tag every overload as such."""
 _OVERLOADS_DIFFER = {"max", "min", "where"}
-"""Names with overloads that are not element-wise, though torch tags others as such."""
+"""Operations with overloads that are not element-wise, though torch tags other overloads of them as such."""
 
 
 @functools.cache
@@ -701,8 +701,8 @@ def follow_optimizers() -> None:
 def _with_mean_loss(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the arguments of a step with a closure that returns the mean of the ranks' losses.
 
-    The gradients are those of the mean. With the loss of its own batch each rank would find another length of step, and
-    perhaps call the closure, which communicates, another number of times.
+    The gradients are those of the mean loss. By the loss of its own batch each rank would find another length of step,
+    and perhaps call the closure, which communicates, another number of times.
     """
     specs = specs_in([group["params"] for group in optimizer.param_groups])
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
@@ -773,7 +773,7 @@ def _sharded_otherwise(optimizer: Optimizer, parameter: torch.Tensor) -> list[st
     """Return the names of the state of ``parameter`` that ``load_state_dict`` has brought as rows or as whole tensors.
 
     Whole tensors, of the optimizer of a plain model, are known as such only where the steps are torch's own and
-    element-wise: others may keep whole tensors.
+    element-wise: other optimizers may keep whole tensors.
     """
     kind = type(optimizer)
     takes_whole = kind.__module__.startswith("torch.optim.") and kind is not torch.optim.LBFGS

@@ -24,7 +24,7 @@ def reduction_of(spec: ShardSpec, placements: Sequence[Any] | None) -> GradReduc
     """Return how ranks' gradients are combined if ``placements`` are their ``grad_placements``.
 
     Raises:
-        NotImplementedError: a reduction other than a sum or mean.
+        NotImplementedError: ``placements`` ask for a reduction other than a sum or mean.
     """
     found = () if placements is None else placements[: spec.mesh.ndim]  # placements of tensor parallelism come last
     kinds = {each.reduce_op if isinstance(each, Partial) else "same" for each in found}

@@ -66,7 +66,7 @@ def _convert(part: FlatParam, converted: Tensor, policy: MixedPrecisionPolicy) -
     part.use_sharded(converted)
     for param in part.params:
         local = param.local_range(converted)
-        # one that was sharded on the meta device and has no values yet stays there
+        # a parameter that was sharded on the meta device and has no values yet stays there
         param.local = local.to("meta") if param.local.is_meta else local
         _show(param.parameter, param)
 
@@ -107,8 +107,8 @@ def _show(tensor: Tensor, param: FSDPParam) -> None:
 def take_back(specs: Sequence[ParamGroupSpec]) -> None:
     """Move parameters into their shards that were sharded on the meta device and have got memory of their own since.
 
-    ``to_empty`` on a module that is not sharded itself does that, for example when adapters are initialised after
-    ``fully_shard``.
+    ``to_empty`` on a module that is not sharded itself gives its parameters memory of their own, for example when
+    adapters are initialised after ``fully_shard``.
     """
     for part in (part for spec in specs for part in spec.parts):
         for param in part.params:
@@ -169,7 +169,7 @@ def _take_over_assigned(
     metadata: dict[str, Any],
     *_: Any,
 ) -> None:
-    """Hook before ``module`` loads: copy values into the parameters, and have it assign the parameters themselves."""
+    """Copy values into the parameters before ``module`` loads, and have it assign the parameters themselves."""
     for attribute, param in params:
         value, subclass = state_dict.get(prefix + attribute), subclass_of(param.parameter)
         if subclass is None or not isinstance(value, Tensor) or type(value) in PLAIN or isinstance(value, DTensor):
@@ -202,7 +202,7 @@ def _take_over_assigned(
 def patch_torch() -> None:
     """Let torch's state dict functions fill sharded parameters from full state dicts.
 
-    ``shard`` and ``fully_shard`` call it; further calls do nothing more. ``set_optimizer_state_dict`` with
+    ``shard`` and ``fully_shard`` call this; later calls do nothing. ``set_optimizer_state_dict`` with
     ``full_state_dict=True``, and ``set_model_state_dict`` with ``broadcast_from_rank0=True``, take from each whole
     tensor the slice along a dimension that a placement names. A flat range is no such slice, and torch has no hook that
     a tensor could implement. These are replaced:
@@ -211,8 +211,8 @@ def patch_torch() -> None:
     * ``torch.distributed.checkpoint.state_dict._broadcast_state_dict``: the same for tensors without dimensions;
     * ``torch.distributed.checkpoint.state_dict._distribute_state_dict``: what every rank has.
 
-    Each fills a ``FlatDTensor`` by ``copy_``, which knows its range, or, on the meta device, allocates the parameter
-    and fills it; all other tensors are handled as before.
+    The replacements fill a ``FlatDTensor`` by ``copy_``, which knows its range, or, on the meta device, allocate the
+    parameter and fill it; they handle all other tensors as torch does.
     """
     utils: Any = torch.distributed._state_dict_utils
     state_dict: Any = torch.distributed.checkpoint.state_dict

@@ -86,7 +86,7 @@ def named_sharded_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torc
                 yield f"{prefix}.{name}" if prefix else name, parameter
 
 
-# Checked at each forward ----------------------------------------------------------------------------------------------
+# What is checked at each forward --------------------------------------------------------------------------------------
 
 
 class ModelContents:
@@ -148,7 +148,7 @@ def check_unchanged(param: FSDPParam) -> None:
 def _added_parameters(model: torch.nn.Module, ignored: Collection[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
     """Return the parameters that were added to ``model`` after it was sharded, those in ``ignored`` left out.
 
-    Frozen ones may stay. A trainable one is refused, because every rank would train values of its own for it.
+    Frozen parameters may be added. A trainable one is refused: every rank would train values of its own for it.
     """
     added = {
         name: parameter

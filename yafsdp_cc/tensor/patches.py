@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 def _call_dispatch_of_subclasses() -> None:
     """Make torch before 2.12 call ``__torch_dispatch__`` of FlatDTensor and LazyReduction, which it never does.
 
-    It treats both as DTensor itself, whose operations are in C++ (pytorch/pytorch#177716), but first looks for a rule
-    that the operator registered for the tensor's class.
+    Torch takes the two for DTensor itself, whose operations are in C++ (pytorch/pytorch#177716), but first looks for a
+    rule that the operator registered for the tensor's class: ``find`` returns one for ``FlatDTensor`` and the other.
     """
     holder: Any = simple_registry.GenericTorchDispatchRuleHolder
     known = holder.find
@@ -47,7 +47,7 @@ def _from_local(
 ) -> DTensor:
     """Do as torch's ``DTensor.from_local``, but make a ``FlatDTensor`` of a flat range with its parameter's placements.
 
-    Averages of weights keep local tensors and make DTensors of them this way; torch would read the range as rows.
+    Averages of weights keep local tensors, and call ``from_local`` on them; torch's would read the range as rows.
 
     Raises:
         ValueError: a flat range has the placements of rows.

@@ -1,4 +1,4 @@
-"""Refuses, or warns of, what sharded tensors do not suit, operations and optimizers, with what to type instead."""
+"""Refuses, or warns of, operations and optimizers that do not suit sharded tensors, and says what to type instead."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def refuse_inputs(outputs: Iterable[torch.Tensor | GradientEdge], inputs: Iterab
     would be None, or that of a penalty alone.
 
     Raises:
-        RuntimeError: as said.
+        RuntimeError: a forward has gathered one of ``inputs`` for ``outputs``.
     """
     specs = [spec for each in inputs if (spec := getattr(each, "shard_spec", None)) is not None]
     if not specs:

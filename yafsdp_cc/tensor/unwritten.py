@@ -53,8 +53,8 @@ def check_written(
         named: all parameters of ``model`` by full name; ``params`` are those that are sharded or replicated.
 
     Raises:
-        RuntimeError: ``model`` has such a parameter or buffer, or a buffer on the meta device. A ValueError if only
-            another rank has one.
+        RuntimeError: ``model`` has an unwritten parameter or buffer, or a buffer on the meta device. A ValueError if
+            only another rank has one.
     """
     with refused_together(*all_groups(mesh)):
         _check_written(named, model, params)
@@ -84,7 +84,7 @@ def _is_unwritten(tensor: Tensor, local: Tensor | None = None) -> bool:
     if local is None:
         local, version = local_tensor(tensor), tensor.__dict__[_VERSION]
         if version is not None and local._version != version:
-            return False  # None for a shard, whose version is that of the whole flat buffer
+            return False  # not asked of a shard, whose version is that of its whole flat buffer
     filling, parts = _filling(local), list(_bytes_of(local))
     # the first byte differs in nearly every written tensor
     return bool(parts) and all(
