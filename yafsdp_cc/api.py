@@ -519,7 +519,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 def plan_of(model: nn.Module) -> Plan:
     """Return the plan of a sharded model: units, buffers, bytes sent per step, memory per rank; printable.
 
-    Not a collective: any rank may call it alone. The engine's buffers are made by ``shard``, or in the first forward
+    Any rank may call ``plan_of`` alone. The engine's buffers are made by ``shard``, or in the first forward
     after ``fully_shard``; a setter that changes their number makes new ones in the next forward.
 
     Raises:
@@ -536,7 +536,7 @@ def plan_of(model: nn.Module) -> Plan:
 def counters_of(model: nn.Module) -> Counters:
     """Return what the engine of a sharded model has done since ``shard``, and the bytes it owns now, on this rank.
 
-    Not a collective: any rank may call it alone, after ``shard`` or, with ``fully_shard``, after the first forward.
+    Any rank may call ``counters_of`` alone, after ``shard`` or, with ``fully_shard``, after the first forward.
 
     Raises:
         ValueError: ``model`` is not sharded.

@@ -123,7 +123,7 @@ class GroupSettings:
     allocates_from_group: bool = False
     """Whether buffers are memory of the process group that sends from them, registered with NCCL."""
     streams: dict[str, CommStream] = field(default_factory=dict)
-    """Streams for "all-gather", "reduce" and "all-reduce", each once it is needed; several roots may share them."""
+    """Streams for "all-gather", "reduce" and "all-reduce", each made at first use; several roots may share them."""
     custom_all_gather: fsdp2.AllGather | None = None
     """The user's own all-gather in place of the engine's; ``custom_reduce_scatter`` is that of gradients."""
     custom_reduce_scatter: fsdp2.ReduceScatter | None = None

@@ -193,7 +193,7 @@ class FSDPState(_ModelStep):
     def may_retire(self) -> bool:
         """Return whether another engine may take the parameters over: nothing is under way, and no backward is awaited.
 
-        If backwards are awaited this is a collective: ranks tell whether a forward's graph is alive on any of them.
+        ``may_retire`` is a collective if backwards are awaited: ranks tell whether a forward's graph is alive anywhere.
         """
         if self.iteration is not None or _graph_task() != -1 or not self.is_idle:
             return False
@@ -448,8 +448,8 @@ class FSDPState(_ModelStep):
     def _pre_recomputation(self, group: ParamGroup) -> GroupForward:
         """Begin a forward that activation checkpointing runs again inside the backward.
 
-        The graph of this forward is thrown away, so nothing is gated. The backward reads the tensors that this forward
-        saves, so the buffer is kept until the backward is over.
+        The graph of a recomputed forward is thrown away, so nothing is gated. The backward reads the tensors that this
+        forward saves, so the weight buffer is kept until the backward is over.
         """
         if torch.is_grad_enabled():
             _check_recomputation(f"unit '{group.name}'")

@@ -2,8 +2,8 @@
 
 Shards are plain tensors (``forms.subclasses``), except for classes around several tensors (``ClassParam``); a forward
 sees a tensor of the subclass around views of the weight buffer. A frozen parameter's bytes lie in a ``FlatParam`` like
-any others (``SubclassParam``). One with an all-gather extension has a ``FlatParam`` to itself, since the extension
-takes whole rows, as many on each rank, and its output fills the weight buffer:
+any others (``SubclassParam``). A parameter with an all-gather extension has a ``FlatParam`` to itself, since the
+extension takes whole rows, as many on each rank, and its output fills the weight buffer:
 
     sharded, fp32      | rows 0, 1 of w | rows 2, 3      | row 4, zeros   |      FSDP2's shards along dimension 0
                          fsdp_pre_all_gather, on each rank

@@ -41,7 +41,7 @@ class HostTransfer:
     """Copies on the current stream, and the staging buffer on the device that they pass through, one after the other.
 
     Args:
-        stream: makes the events behind copies; of a CUDA device, any of its streams.
+        stream: any ``CommStream`` of the device; makes the events behind copies.
         nbytes: bytes of the largest tensor that passes through the staging buffer.
     """
 
@@ -113,7 +113,7 @@ class HostMemory:
 
     @classmethod
     def of(cls, policy: OffloadPolicy | None, device: torch.device) -> HostMemory | None:
-        """Return the host memory that ``policy`` asks for, or None. If ``device`` is a CPU, it is not pinned."""
+        """Return the host memory that ``policy`` asks for, or None; it is not pinned if ``device`` is a CPU."""
         return cls(policy.pin_memory and device.type != "cpu") if isinstance(policy, CPUOffloadPolicy) else None
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 class SpmdParallel(TensorParallel):
     """How tensor parallelism divides a parameter that is a DTensor on a mesh with data-parallel dimensions, too.
 
-    Forwards see such a DTensor. Autograd does not sum its gradients over the data-parallel ranks, as the engine reduces
-    them.
+    Forwards see a DTensor on ``spmd_mesh``. Autograd does not sum its gradients over the data-parallel ranks, as the
+    engine reduces them.
 
     Args:
         spmd_mesh: mesh of all ranks.
@@ -59,7 +59,7 @@ def data_parallel_mesh(mesh: DeviceMesh, dims: Any) -> DeviceMesh:
 
     Raises:
         TypeError: ``dims`` is no ``DataParallelMeshDims``.
-        ValueError: ``mesh`` has no such dimensions, or nothing is to be sharded.
+        ValueError: ``mesh`` lacks a dimension that ``dims`` names, or ``dims`` names none to shard across.
     """
     if not hasattr(dims, "shard_names"):
         takes = "torch.distributed.fsdp.DataParallelMeshDims(shard='dp'), of torch 2.13"
@@ -88,7 +88,7 @@ def without_data_parallel(tensor: Tensor, name: str, mesh: DeviceMesh, dims: Col
         dims: names of the data-parallel dimensions.
 
     Raises:
-        ValueError: ``tensor`` is no DTensor on that mesh, or not ``Replicate()`` on the data-parallel dimensions.
+        ValueError: ``tensor`` is no DTensor on ``mesh``, or not ``Replicate()`` on the data-parallel dimensions.
     """
     if not isinstance(tensor, DTensor) or tensor.device_mesh != mesh:
         found = f"a DTensor on {tensor.device_mesh}" if isinstance(tensor, DTensor) else "a plain tensor"

@@ -11,7 +11,7 @@ Three kinds of parameters of tensor subclasses can be sharded:
 * Other frozen parameters of any class that is a plain tensor with attributes (bitsandbytes' ``Params4bit``), or that
   lists its tensors in ``__tensor_flatten__`` (torchao's ``NF4Tensor``): their bytes are sharded and gathered unchanged.
 
-The forward sees a tensor of the class with its attributes and metadata, or the extension's result.
+The forward sees a tensor of the parameter's class with its attributes and metadata, or the extension's result.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 class ShardedModule(FSDPModule, nn.Module):
     """Class that a sharded module gets in addition to its own, whose methods remain.
 
-    It derives from FSDP2's, because frameworks recognise sharded modules by that class.
+    ``ShardedModule`` derives from FSDP2's class, by which frameworks recognise sharded modules.
     """
 
     _orig_cls_mro_index = 3  # [FSDP<Own>, ShardedModule, FSDPModule, Own, ...]
@@ -121,7 +121,7 @@ class ShardedModule(FSDPModule, nn.Module):
         the sharded parameters.)
 
         Args:
-            async_op: return a handle at once; a forward waits by itself.
+            async_op: whether to return a handle at once; a forward waits for the weights by itself.
         """
         state, spec = current_state(self), spec_of(self)
         group = state.root_group if self is state.model else self.__dict__.get(GROUP)
@@ -160,7 +160,7 @@ class ShardedModule(FSDPModule, nn.Module):
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Set whether weights are dropped after backward, or kept for the next forward in a buffer of their own.
 
-        A group that has such a buffer keeps it: True only lets other uses overwrite the weights. The next forward
+        A group that has a buffer of its own keeps it: True only lets other uses overwrite the weights. The next forward
         gathers them again if they have changed.
         """
         _check_bool("reshard_after_backward", reshard_after_backward)
@@ -176,7 +176,7 @@ class ShardedModule(FSDPModule, nn.Module):
         """Set which modules are gathered when this module is about to run, instead of those that ran next the last
         time.
 
-        The number of weight buffers is the length of the longest such list plus one.
+        The number of weight buffers is the length of the longest list of ``modules``, plus one.
         """
         self._change_setting(False, "forward_prefetch", _specs_of(modules))
 
@@ -324,7 +324,7 @@ class ShardedModule(FSDPModule, nn.Module):
     def reset_iter_state(self) -> None:
         """Drop the state of a forward or backward that raised, gradients that were not reduced included.
 
-        The next forward drops such state by itself.
+        The next forward drops the state of an interrupted one by itself.
 
         Raises:
             RuntimeError: this is not the root.

@@ -57,8 +57,8 @@ def new_group(members: Sequence[int], timeout: timedelta | None, backend: str | 
     """Make a group of these global ranks, this one among them. A collective of its members alone.
 
     Where ``init_process_group`` was given a ``device_id``, torch splits NCCL's communicators of new groups off that of
-    all ranks, and ``ncclCommSplit`` waits for every one of these. So that binding is hidden while a group of some ranks
-    is made: it gets a communicator of its own, at its first collective.
+    all ranks, and ``ncclCommSplit`` waits for every one of these. So ``new_group`` hides ``device_id`` while it makes a
+    group of some ranks, which then gets a communicator of its own at its first collective.
     """
     everybody = dist.distributed_c10d._get_default_group()
     is_part = len(members) < everybody.size()
@@ -92,7 +92,7 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
 
 
 def is_python_group(group: dist.ProcessGroup) -> bool:
-    """Return whether ``group`` is written in Python, as a model of many ranks is: it has no backends."""
+    """Return whether ``group`` is written in Python, as one that plays many ranks is: such a group has no backends."""
     kind = type(group)
     return issubclass(kind, dist.ProcessGroup) and kind is not dist.ProcessGroup and "allreduce" in vars(kind)
 

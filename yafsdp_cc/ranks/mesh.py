@@ -1,4 +1,4 @@
-"""The device mesh of a sharded model, its groups, and tensors over them.
+"""The device mesh of a sharded model, its groups, and sums and broadcasts over them.
 
 A mesh is ``(shard,)`` or, with replicas, ``(replicate, shard)``, torch's order for hybrid sharding (HSDP). Parameters
 are sharded across the last dimension; ranks along the first one hold the same shard.

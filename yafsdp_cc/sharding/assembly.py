@@ -74,7 +74,7 @@ def assemble(model: nn.Module) -> FSDPState:
     """Make the engine of everything that is sharded in ``model``, which becomes the root. A collective.
 
     Raises:
-        ValueError: the meshes or the collectives of its parts do not go together, or a local tensor was given an
+        ValueError: meshes or collectives of the model's parts do not go together, or a local tensor was given an
             all-gather extension.
         RuntimeError: parameters are still on the meta device.
     """
@@ -279,7 +279,7 @@ def _communicators(info: MeshInfo, *, separate: bool) -> tuple[Communicator, Com
 
 
 def _derived_group(info: MeshInfo, size: int) -> dist.ProcessGroup:
-    """Return another group of this rank and its neighbours in the shard group, ``size`` in all. Collective at first."""
+    """Return another group of this rank and its neighbours in the shard group, ``size`` in all. A collective once."""
     group = info.shard_group
     first = group.rank() // size * size
     members = dist.get_process_group_ranks(group)[first : first + size]
@@ -315,7 +315,7 @@ def _role(spec: ParamGroupSpec, specs: Sequence[ParamGroupSpec], own: ParamGroup
 
 
 def _make_collectives(context: GroupContext, group: ParamGroup, contexts: ContextsByMesh) -> None:
-    """Make a group's collectives and bind its all-gathers. Sums are made once only, as they have residuals."""
+    """Make a group's collectives and bind its all-gathers. Those that sum are made only once: they have residuals."""
     factory, settings, info = group.spec.collectives, group.spec.settings, group.spec.info
     gather, reduce = contexts[info.mesh]
     keeps = settings.keeps_unsharded or group.role == "root"

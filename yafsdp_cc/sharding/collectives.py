@@ -100,7 +100,7 @@ class SecondaryAllGather(AllGather):
 
 
 class CustomAllGather(AllGather):
-    """An all-gather by ``comm``, the user's object. On a CPU the host waits at once."""
+    """An all-gather by ``comm``, the user's object; on a CPU ``start`` blocks the host until it is over."""
 
     has_finish = False
 
@@ -126,7 +126,7 @@ class CustomAllGather(AllGather):
 
 
 class CustomReduceScatter(ReduceScatter):
-    """A sum by ``comm``, the user's object, in the dtype of the gradients; divided afterwards, in fp32."""
+    """A reduce-scatter by ``comm``, the user's object, in the dtype of the gradients; the engine divides, in fp32."""
 
     defers = False
 

@@ -134,7 +134,7 @@ def _end_root_forward(state: FSDPState, end: Callable[[Any], Any], output: Any) 
         group = state.root_group
         for param in (*state.replicated.params, *(() if group is None else group.params)):
             module, attribute = param.sites[0]
-            shown: Tensor | None = module.__dict__.get(attribute)  # a trained one has come through a gate: no leaf
+            shown: Tensor | None = module.__dict__.get(attribute)  # a trained weight is no leaf: it has passed a gate
             if shown is not None and shown.is_leaf and (shown.requires_grad or param.parameter.requires_grad):
                 shown.requires_grad_(False)
                 unfrozen = param.spec.name

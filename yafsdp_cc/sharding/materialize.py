@@ -28,7 +28,7 @@ def materialize(
     ``reset_parameters()`` initialises the module.
 
     Raises:
-        ValueError: a module has neither method, and no ``initialize`` was given.
+        ValueError: a module has neither ``_init_weights`` nor ``reset_parameters()``, and there is no ``initialize``.
     """
     owners = {module: each.name for each in owned if each.parameter.is_meta for module, _ in each.sites}
     paths = {module: path for path, module in model.named_modules()} if owners else {}

@@ -51,10 +51,10 @@ class MatrixOwners(NamedTuple):
     """The ranks that own the matrices of a parameter."""
 
     ranks: tuple[int, ...]
-    """Owner of each of the equal parts of the parameter, ascending. A matrix is one part; a stack has parts of some
-    matrices."""
+    """Owner of each of the equal parts of the parameter, ascending. A matrix is one part; a part of a stack is one
+    matrix or several."""
     is_assembled: bool = False
-    """Whether the parameter is sharded evenly, and assembled on owners for updates; else shards are the parts."""
+    """Whether the parameter is sharded evenly, and assembled on owners for updates; else its owners hold the parts."""
 
 
 def newton_schulz_flops(shape: Sequence[int]) -> int:
@@ -93,7 +93,7 @@ def assign_owners(
         work: floating-point operations per Newton-Schulz iteration that each rank has so far; new ones are added.
 
     Raises:
-        ValueError: ``ownership`` is another text, or a pattern in it fits no parameter, or one that is no matrix.
+        ValueError: ``ownership`` is a text other than "flat" and "matrix", or a pattern fits nothing, or no matrix.
     """
     if isinstance(ownership, str):
         if ownership not in (FLAT, MATRIX):
@@ -235,11 +235,10 @@ def _flops(owned: OwnedParameter) -> int:
 
 
 def _updated_shape(owned: OwnedParameter) -> torch.Size:
-    """Return the shape of the tensor that one shard group updates, the same on all tensor-parallel ranks of a
-    parameter.
+    """Return the shape of the tensor that a shard group updates, the same on all tensor-parallel ranks.
 
-    The tensor is the whole parameter, except where experts are divided evenly and no matrix is: then it is this rank's
-    part of the stack.
+    The tensor is the whole parameter, except where tensor parallelism divides a stack evenly, but no matrix: then it is
+    this rank's part of the stack.
     """
     parameter = owned.parameter
     if isinstance(parameter, DTensor):

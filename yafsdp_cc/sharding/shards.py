@@ -1,6 +1,6 @@
 """Makes a plain module sharded: ``shard_parameters`` replaces parameters by shards in flat buffers.
 
-The result is a ``ParamGroupSpec`` of the parameters sharded together, from which ``assembly`` makes a group.
+``shard_parameters`` returns a ``ParamGroupSpec`` of what is sharded together, from which ``assembly`` makes a group.
 """
 
 from __future__ import annotations

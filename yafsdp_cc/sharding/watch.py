@@ -136,7 +136,7 @@ class _Watch(threading.Thread):
                 return f"{'engine' if file.startswith(_ENGINE) else 'call'} {frame.f_code.co_name}"
             if not file.startswith(_NOT_THE_USERS):
                 break
-        # a GPU's collectives are waited for anywhere, and in threads of autograd
+        # for a GPU's collectives the host may wait anywhere, and in threads of autograd
         return "engine operation" if any(each.is_communicating() for each in engines) else ""
 
     def _text(self, engines: Iterable[GroupContext]) -> str:

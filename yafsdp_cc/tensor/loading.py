@@ -126,8 +126,8 @@ def take_over(param: FSDPParam, value: Tensor) -> None:
     """Copy the elements of ``value``, a full tensor or a DTensor, to ``param``, allocating it on its mesh's device if
     need be.
 
-    A collective where ``value`` is a DTensor: ranks exchange rows, or gather a DTensor of other placements. The DTensor
-    shows the sharded parameter afterwards, and its own memory is freed.
+    This is a collective where ``value`` is a DTensor: ranks exchange rows, or gather a DTensor of other placements. The
+    DTensor shows the sharded parameter afterwards, and its own memory is freed.
     """
     if value is param.parameter or (value.is_meta and param.local.is_meta):
         return
@@ -202,14 +202,14 @@ def _take_over_assigned(
 def patch_torch() -> None:
     """Let torch's state dict functions fill sharded parameters from full state dicts.
 
-    ``shard`` and ``fully_shard`` call this; later calls do nothing. ``set_optimizer_state_dict`` with
+    ``shard`` and ``fully_shard`` call ``patch_torch``; later calls do nothing. ``set_optimizer_state_dict`` with
     ``full_state_dict=True``, and ``set_model_state_dict`` with ``broadcast_from_rank0=True``, take from each whole
     tensor the slice along a dimension that a placement names. A flat range is no such slice, and torch has no hook that
-    a tensor could implement. These are replaced:
+    a tensor could implement. ``patch_torch`` replaces three functions:
 
-    * ``torch.distributed._state_dict_utils._distribute_tensors``: what rank 0 has broadcast;
-    * ``torch.distributed.checkpoint.state_dict._broadcast_state_dict``: the same for tensors without dimensions;
-    * ``torch.distributed.checkpoint.state_dict._distribute_state_dict``: what every rank has.
+    * ``torch.distributed._state_dict_utils._distribute_tensors``, which divides what rank 0 has broadcast;
+    * ``torch.distributed.checkpoint.state_dict._broadcast_state_dict``, for tensors without dimensions;
+    * ``torch.distributed.checkpoint.state_dict._distribute_state_dict``, which divides what every rank has.
 
     The replacements fill a ``FlatDTensor`` by ``copy_``, which knows its range, or, on the meta device, allocate the
     parameter and fill it; they handle all other tensors as torch does.

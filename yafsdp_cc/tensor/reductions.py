@@ -190,7 +190,7 @@ class LazyReduction(DTensor):
     ) -> Any:
         kwargs = kwargs or {}
         if func is aten.detach.default and torch.is_inference_mode_enabled() and not args[0].is_inference():
-            with torch.inference_mode(False):  # torch gives the result of a normal tensor a version
+            with torch.inference_mode(False):  # a normal tensor's result is no inference tensor, as torch's
                 return cls.__torch_dispatch__(func, types, args, kwargs)
         lazy = _kept_lazy(func, args, kwargs)
         if lazy is not None:
