@@ -537,7 +537,7 @@ def run_settings() -> Settings:
     """Return the settings that a launcher has put into ``YAFSDP_CC_RUN``; none without a launcher.
 
     Raises:
-        RunFileError: the variable holds no such settings.
+        RunFileError: ``YAFSDP_CC_RUN`` holds something else.
     """
     return parsed(os.environ.get(RUN, "{}"))
 

@@ -2,7 +2,7 @@
 
 Ranks that issue different collectives hang, abort (gloo, where a message is longer than the buffer for it) or mix up
 numbers. A rank expects an operation in three cases: the same operation has followed the same operations since the last
-final reduce; it has followed the same eight operations the last time; it is an earlier one with the next unit's number,
+final reduce; it has followed the same eight operations the last time; it is a recent one with the next unit's number,
 as "gather blocks.5" behind "gather blocks.4". A rank issues an expected operation at once. Before any other one it
 waits until all ranks have told the store that they are about to issue the same. All ranks expect alike, because they
 have agreed on every earlier operation. If only some of the ranks are about to issue what is expected, the others wait

@@ -210,7 +210,7 @@ def hook_outputs(
         if is_plain and tensor.untyped_storage().data_ptr() == address:
             tensor = tensor.clone()
         tensor = tensor if dtype is None else convert(tensor, dtype)
-        if hook is not None and tensor.grad_fn is not None:  # hooks on a leaf, which no forward makes, would stay on it
+        if hook is not None and tensor.grad_fn is not None:  # hooks would stay on a leaf, which no forward makes anew
             if tensor.grad_fn._sequence_nr() < newest and not tensor.is_nested:  # ``Alias`` takes no nested tensor
                 tensor = alias(tensor)
             tensor.register_hook(hook)

@@ -38,7 +38,7 @@ _ALIGNMENT = 128
 class Buffer:
     """Memory for the unsharded weights or gradients of one group at a time, allocated by ``groups.allocate``.
 
-    Only ``ParamGroup`` and ``GroupContext`` write its attributes. See [Note: buffer reuse].
+    Only ``ParamGroup`` and ``GroupContext`` write attributes of a ``Buffer``. See [Note: buffer reuse].
     """
 
     def __init__(

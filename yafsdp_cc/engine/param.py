@@ -91,7 +91,7 @@ class FSDPParam(StepState):
         self.local: Tensor
         """This rank's range of the parameter."""
         self.grad: DTensor
-        """Sharded tensor that ``parameter.grad`` is set to: always the same object, unless somebody refers to it."""
+        """Sharded tensor that ``parameter.grad`` is set to: the same object in each step, unless others refer to it."""
         self.local_grad: Tensor
         self.unsharded_grad: Tensor | None = None
         """View of the gradient buffer that the backward under way writes the gradient to."""
@@ -133,7 +133,7 @@ class FSDPParam(StepState):
             weights[index] = parameter
 
     def register_unsharded(self, view: Tensor) -> None:
-        """Show ``view`` to the modules' forwards."""
+        """Let the modules' forwards read ``view`` as the parameter."""
         if self.spec.tensor_parallel is not None:
             view = self.spec.tensor_parallel.wrap_unsharded(view)
         view._is_param = True  # makes isinstance(view, nn.Parameter) true
@@ -145,7 +145,7 @@ class FSDPParam(StepState):
             weights[index] = view
 
     def register_sharded(self) -> None:
-        """Show the sharded parameter to the modules again."""
+        """Let the modules read the sharded parameter again."""
         for place, attribute in self._places:
             place.pop(attribute, None)
         for weights, index in self._lists:
@@ -286,7 +286,7 @@ def grad_dtype_of(params: Sequence[FSDPParam]) -> torch.dtype:
     """Return the dtype of the ``.grad`` of parameters in one flat buffer.
 
     Raises:
-        ValueError: their ``grad_dtype`` differ.
+        ValueError: the ``grad_dtype`` of two parameters differ.
     """
     first, *others = (each.parameter.grad_dtype or each.parameter.dtype for each in params)
     for param, other in zip(params[1:], others, strict=True):

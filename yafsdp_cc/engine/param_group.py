@@ -440,13 +440,13 @@ class ParamGroup(StepState):
         return unsharded.leaves
 
     def register_unsharded(self, views: Sequence[Tensor]) -> None:
-        """Show ``views`` of the weights to the modules."""
+        """Let the modules read ``views`` as their weights."""
         self.registered.append(views)
         for param, view in zip(self.params, views, strict=True):
             param.register_unsharded(view)
 
     def register_sharded(self) -> None:
-        """Show to the modules what they showed before ``register_unsharded``."""
+        """Let the modules read as weights what they read before ``register_unsharded``."""
         self.registered.pop()
         if self.registered:
             for param, view in zip(self.params, self.registered[-1], strict=True):

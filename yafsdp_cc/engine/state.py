@@ -612,7 +612,7 @@ class FSDPState(_ModelStep):
         self.wait_for_transfers()
 
     def wait_for_transfers(self) -> None:
-        """Block the host until no copy reads or writes shards in host memory, so that the caller may."""
+        """Block the host until no copy reads or writes shards in host memory, so that the caller may do so."""
         if self.transfers is not None:
             self.transfers.wait()
 
@@ -848,13 +848,13 @@ class GroupCall:
         if backward.plans(self):
             iteration.advance(backward, self, ends=True)
         else:
-            backward.end_calls(iteration, self.index - 1)  # ends this call, too
+            backward.end_calls(iteration, self.index - 1)  # this call is ended, too
         return grads
 
     def begin(self, backward: Backward) -> None:
         """Begin the backward of this call: put the weights back in place, and make room for gradients."""
         group = self.group
-        if not self._is_packed:  # this call is in no checkpoint: the backward has left those behind
+        if not self._is_packed:  # this call is in no checkpoint, so the backward has left the last checkpoint
             backward.release_recomputed()
         unsharded, uses_buffer = self.unsharded, False
         if self._is_packed and group in backward.recomputed:

@@ -9,7 +9,7 @@ extension takes whole rows, as many on each rank, and its output fills the weigh
                          fsdp_pre_all_gather, on each rank
     all-gather         | fp8 of rank 0  | fp8 of rank 1  | fp8 of rank 2  | scales of ranks 0, 1, 2 |
                          fsdp_post_all_gather
-    weight buffer      | those, and what else the unsharded tensor is made of |
+    weight buffer      | gathered tensors and others of the unsharded tensor |
     gradient buffer    | gradient of w, in the dtype of reduces, and padding  |  reduced like any other
 
 All inner tensors of the unsharded tensor lie in the weight buffer, so that a refill for the backward restores those

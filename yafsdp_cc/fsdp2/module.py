@@ -115,7 +115,7 @@ class ShardedModule(FSDPModule, nn.Module):
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this module's own weights, not those of modules sharded within it, until ``reshard``. A collective.
 
-        Attributes such as ``module.weight`` are unsharded then, and so are ``parameters()``. The next forward uses the
+        ``unshard`` makes ``parameters()`` and attributes such as ``module.weight`` unsharded. The next forward uses the
         gathered weights, and releases them afterwards if the module reshards after forward; so do the backward,
         ``state_dict()`` and ``load_state_dict()``. (Make optimizers before ``unshard`` or after ``reshard``: they take
         the sharded parameters.)
@@ -217,7 +217,7 @@ class ShardedModule(FSDPModule, nn.Module):
         """Set whether a backward sums over the replicas of a 2-D mesh, or leaves partial sums to a later one. A
         collective.
 
-        The setting is the whole root's. ``.grad`` has final gradients only after a backward that sums over replicas.
+        ``requires_all_reduce`` is set for the whole root. ``.grad`` is final only after a backward over replicas.
 
         Raises:
             ValueError: this is not the root, or ``recurse`` is False.
@@ -262,7 +262,7 @@ class ShardedModule(FSDPModule, nn.Module):
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Set whether gradients have a communicator of their own, so that all-gathers and reduces can overlap.
 
-        The setting applies to the whole root if one module has it.
+        ``enable`` applies to the whole root if one module sets it.
         """
         _check_bool("enable", enable)
         self._change_setting(recurse, "separate_reduce_group", enable)
@@ -270,8 +270,8 @@ class ShardedModule(FSDPModule, nn.Module):
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Set whether buffers are allocated by the process group, which registers them with NCCL.
 
-        The setting applies to all units that share buffers with this module, from the next forward on. Overflow buffers
-        and the shards, which all-gathers without a cast send from, are ordinary memory. It was never run on a GPU.
+        ``enable`` applies to all units that share buffers with this module, from the next forward on. Overflow buffers
+        and the shards, which all-gathers without a cast send from, are ordinary memory. This has not been run on a GPU.
         """
         _check_bool("enable", enable)
         for spec in self._specs(False):

@@ -73,7 +73,7 @@ def check_settings(settings: Mapping[str, object], across: Sequence[dist.Process
 
 
 _NAMED = 8
-"""Most ranks that a message names."""
+"""Number of ranks that a message names at most."""
 
 
 def named_ranks(ranks: Sequence[int]) -> str:

@@ -54,12 +54,12 @@ def place_buffers(
     Raises:
         ValueError: a module with a buffer on the meta device has no way to initialise it.
     """
-    move_buffers(model, device)  # first: what initialises a module may read buffers of another
+    move_buffers(model, device)  # before initialisation, which may read another module's buffers
     for path, module in model.named_modules():
         names = [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
         if names:
             _fill(module, f"{path}.{names[0]}" if path else names[0], path, model, device, initialize)
-    move_buffers(model, device)  # also buffers that an initialisation has made
+    move_buffers(model, device)  # move buffers that an initialisation has made, too
     return list(model.buffers())
 
 

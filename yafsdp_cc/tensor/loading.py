@@ -126,8 +126,8 @@ def take_over(param: FSDPParam, value: Tensor) -> None:
     """Copy the elements of ``value``, a full tensor or a DTensor, to ``param``, allocating it on its mesh's device if
     need be.
 
-    This is a collective where ``value`` is a DTensor: ranks exchange rows, or gather a DTensor of other placements. The
-    DTensor shows the sharded parameter afterwards, and its own memory is freed.
+    ``take_over`` is a collective where ``value`` is a DTensor: ranks exchange rows, or gather one of other placements.
+    The DTensor shows the sharded parameter afterwards, and its own memory is freed.
     """
     if value is param.parameter or (value.is_meta and param.local.is_meta):
         return
@@ -208,7 +208,7 @@ def patch_torch() -> None:
     a tensor could implement. ``patch_torch`` replaces three functions:
 
     * ``torch.distributed._state_dict_utils._distribute_tensors``, which divides what rank 0 has broadcast;
-    * ``torch.distributed.checkpoint.state_dict._broadcast_state_dict``, for tensors without dimensions;
+    * ``torch.distributed.checkpoint.state_dict._broadcast_state_dict``, which does so for tensors without dimensions;
     * ``torch.distributed.checkpoint.state_dict._distribute_state_dict``, which divides what every rank has.
 
     The replacements fill a ``FlatDTensor`` by ``copy_``, which knows its range, or, on the meta device, allocate the

@@ -57,7 +57,7 @@ def _of_own_shape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> F
     flat, size, *rest = (*args, None)[: max(len(args), 2)]
     local, spec = flat._local_tensor, flat.shard_spec
     if func is aten.detach.default and torch.is_inference_mode_enabled():
-        with torch.inference_mode(flat.is_inference()):  # a normal tensor's result is no inference tensor, as torch's
+        with torch.inference_mode(flat.is_inference()):  # as in torch, a normal tensor's result is no inference tensor
             return wrap(local, spec)
     if size is not None and tuple(size) != tuple(spec.global_shape):
         if spec.tensor_parallel is not None or func._schema.name not in ("aten::view", "aten::_unsafe_view"):

@@ -190,7 +190,7 @@ class LazyReduction(DTensor):
     ) -> Any:
         kwargs = kwargs or {}
         if func is aten.detach.default and torch.is_inference_mode_enabled() and not args[0].is_inference():
-            with torch.inference_mode(False):  # a normal tensor's result is no inference tensor, as torch's
+            with torch.inference_mode(False):  # as in torch, the result of a normal tensor is no inference tensor
                 return cls.__torch_dispatch__(func, types, args, kwargs)
         lazy = _kept_lazy(func, args, kwargs)
         if lazy is not None:
@@ -409,7 +409,7 @@ def _stacked(tensors: Sequence[torch.Tensor], dim: int = 0) -> LazyReduction | N
             return None
         unknown = []  # ``reduce`` has made all known; the stack stays lazy (a DTensor)
     elif kind == Reduction(math.inf) and len(unknown) < len(tensors):
-        reduce(unknown)  # the maximum over ranks of a negative number and of nothing, 0, is not that number
+        reduce(unknown)  # ranks but the first stack 0 for numbers that all know: the maximum would lose a negative one
         unknown = []
     if not unknown and kind == Reduction(math.inf):
         kind = SUM

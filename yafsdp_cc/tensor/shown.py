@@ -30,7 +30,7 @@ COPY_OF = "_yafsdp_cc_copy_of"
 class ReplacedParameter(torch.nn.Parameter):
     """A parameter that was replaced by a sharded one, as lists of ``parameters()`` from before still have it.
 
-    This parameter has no elements and gets no gradient, so its norm or a penalty of it would be 0: any use is refused.
+    A ``ReplacedParameter`` has neither elements nor a gradient, so its norm or penalty would be 0: any use is refused.
     """
 
     @classmethod

@@ -64,7 +64,7 @@ def register_until_reshard(state: FSDPState, spec: ParamGroupSpec, group: ParamG
         mark_unsharded(module.__dict__[attribute], param.spec)
     held = () if group is None or group.held is None else zip(group.params, group.held.leaves, strict=True)
     for param, leaf in (*held, *zip(state.replicated.params, state.replicated.leaves, strict=True)):
-        if leaf.requires_grad and not leaf._post_accumulate_grad_hooks:  # a leaf is shown many times
+        if leaf.requires_grad and not leaf._post_accumulate_grad_hooks:  # only one hook: a leaf is shown many times
             leaf.register_post_accumulate_grad_hook(partial(_refuse_late_grad, weakref.ref(param)))
 
 

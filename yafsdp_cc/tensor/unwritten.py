@@ -84,7 +84,7 @@ def _is_unwritten(tensor: Tensor, local: Tensor | None = None) -> bool:
     if local is None:
         local, version = local_tensor(tensor), tensor.__dict__[_VERSION]
         if version is not None and local._version != version:
-            return False  # not asked of a shard, whose version is that of its whole flat buffer
+            return False  # no check of a shard, whose version is that of its whole flat buffer
     filling, parts = _filling(local), list(_bytes_of(local))
     # the first byte differs in nearly every written tensor
     return bool(parts) and all(
