@@ -141,7 +141,7 @@ class Agreement(StepState):
         )
 
     def told(self) -> str:
-        """Return the number of operations, and the last ones, in words."""
+        """Return in words how many operations this rank has issued, and the last of them."""
         return f"{self.count} operations, the last: {', '.join(' '.join(each[:2]) for each in list(self.last))}"
 
     def explain(self, error: RuntimeError, doing: str, following: str = "") -> RuntimeError:

@@ -342,7 +342,7 @@ class FlatParam:
 
     @property
     def name(self) -> str:
-        """Full name of the first parameter."""
+        """Full name of the first parameter in the flat buffer."""
         return self.params[0].spec.name
 
     @property

@@ -380,7 +380,7 @@ def _bytes_of(name: str, parameter: nn.Parameter, form: Form, parts: list[Tensor
         end = align(end + layout[-1].nbytes, PART_ALIGNMENT)
     data = torch.zeros(end, dtype=torch.uint8, device=parts[0].device)
     for place, part in zip(layout, parts, strict=True):
-        # frees the memory that the inner tensor had before
+        # this assignment frees the memory that the inner tensor had before
         setattr(parameter, place.name, place.beginning_within(data).copy_(part))
     return data, tuple(layout)
 

@@ -100,7 +100,7 @@ class ShardedModule(FSDPModule, nn.Module):
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
-        """Refuse ``DistributedDataParallel``, whose constructor reads this first: it would train without a word."""
+        """Refuse ``DistributedDataParallel``, whose constructor reads this attribute: it would train without a word."""
         if sys._getframe(1).f_code is not DistributedDataParallel.__init__.__code__:
             raise AttributeError("a sharded module has no _ddp_params_and_buffers_to_ignore")
         raise RuntimeError(

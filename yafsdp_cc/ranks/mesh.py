@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 if TYPE_CHECKING:
     from torch import Tensor
 
-# torch's names since 2.13, and the names before.
+# torch has functions of the first names since 2.13, and had those of the second names before.
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 

@@ -118,7 +118,7 @@ def find_parameters(model: nn.Module, ignored: Collection[nn.Parameter] = ()) ->
 
 
 def total(owned: Iterable[OwnedParameter]) -> int:
-    """Return the number of elements of all these parameters."""
+    """Return the number of elements of all parameters in ``owned``."""
     return sum(parameter.numel for parameter in owned)
 
 

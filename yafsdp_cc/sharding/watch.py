@@ -67,7 +67,7 @@ class _Seen(NamedTuple):
     """State of one rank's engines and main thread, which its watch writes to the store."""
 
     operations: int
-    """Number of operations of the rank's engines."""
+    """Number of operations that the rank's engines have issued so far."""
     place: str
     """Function in which the rank waits for others; "" if it does something else."""
     waited: float
