@@ -17,7 +17,7 @@ numbers to the same weights, so kept weights are equal to the bit on all ranks, 
 A chunk is sent in parts, each a message of its own. One part of all ranks is decoded and added at once, so memory for
 differences is bounded, and the number of kernels depends on the number of weights, not on that of ranks:
 
-    message of one rank    | part 0 | part 1 | ... |        the last one of what is left
+    message of one rank    | part 0 | part 1 | ... |        the last part is what remains
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ ENCODED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of unsharded weights that may be gathered encoded."""
 
 _UNKNOWN, _BEHIND = -2, -1
-"""Values in place of a version: no kept weights; kept weights of a checkpoint, some steps behind their shard."""
+"""Values in place of a version: there are no kept weights; kept weights of a checkpoint lack steps of their shard."""
 
 _ON_CPU, _ON_CUDA = 1 << 18, 1 << 25
 """Elements of all ranks that are decoded at once: as many as fit in a processor's cache, or 128 MiB of fp32 on a GPU,
@@ -272,7 +272,7 @@ class DeltaAllGather(ExactAllGather):
         """Return this rank's chunk of the kept weights, and whether they lack optimizer steps that are still to be
         sent.
 
-        None if the next forward uses the shards' own values. Waits for gathers.
+        The result is None if the next forward gathers the shards' own values. The call waits for gathers in flight.
         """
         if self.steps.last == _UNKNOWN:  # no optimizer step was seen
             return None
@@ -310,7 +310,7 @@ class StepTracker:
     difference well; weights that were loaded in between may differ by any amount. All ranks run the same program, so
     the tracker is the same on all.
 
-    Only ``torch.optim.Optimizer`` reports its steps. A change by any other optimizer ends the run.
+    Only ``torch.optim.Optimizer`` reports its steps. A change by any other optimizer ends the run of versions.
     """
 
     first: int = 0

@@ -68,7 +68,7 @@ _MOST = 8
 def measure_link(context: CommContext, message_bytes: int) -> LinkCost:
     """Time all-to-alls of messages up to ``message_bytes``; return the slowest rank's times.
 
-    A collective; nothing else may be in flight.
+    ``measure_link`` is a collective; nothing else may be in flight.
     """
     comm, peers = context.comm, context.comm.world - 1
     size = max(min(message_bytes, _TRIAL // peers) // _SMALL * _SMALL, _SMALL)
@@ -102,7 +102,7 @@ def seconds_per_element(codec: Codec, gradients: Tensor, residual_dtype: torch.d
     """Return the seconds that a rank needs to encode, decode and sum an element of a reduce-scatter.
 
     Args:
-        gradients: [other ranks, chunk], values to try it with.
+        gradients: [other ranks, chunk], values to try ``codec`` with.
     """
     (peers, chunk), device = gradients.shape, gradients.device
     messages = torch.zeros(peers, codec.message_bytes(chunk), dtype=torch.uint8, device=device)
@@ -298,9 +298,9 @@ def choose_codecs(
 ) -> list[int]:
     """Return each group's index into its ``codecs``: least error within ``tolerance`` seconds of the shortest backward.
 
-    Greedy. While the backward is longer, one of the reduces on its critical path takes the codec that adds the least
+    Greedy: while the backward exceeds the limit, a reduce on its critical path takes the codec that adds the least
     error per second saved; among equals the last one in the backward, which delays no other reduce. Afterwards groups
-    return to codecs of less error where that keeps the backward within the limit, the largest error first.
+    return to codecs of less error where the backward stays within the limit, the largest error first.
     """
     tried = list(_tightened(groups, error_budget))
     limit = (min(seconds for seconds, _ in tried) + tolerance) * (1 + _ROUNDING)
@@ -320,7 +320,7 @@ def choose_codecs(
 def adjust_codecs(
     groups: Sequence[GroupCosts], current: Sequence[int], tolerance: float = 0.0, error_budget: float = float("inf")
 ) -> list[int]:
-    """Return picks as ``choose_codecs`` does, but keep those of ``current`` that suit a network off by ``SLACK``."""
+    """Return ``current`` clamped between the picks of ``choose_codecs`` for networks ``SLACK`` faster and slower."""
     fast, slow = (choose_codecs(_scaled(groups, 1 + sign * SLACK), tolerance, error_budget) for sign in (-1, 1))
     kept = [min(max(pick, min(ends)), max(ends)) for pick, *ends in zip(current, fast, slow, strict=True)]
     return kept if total_error(groups, kept) <= error_budget else choose_codecs(groups, tolerance, error_budget)
@@ -484,7 +484,7 @@ class CodecAutotuner(CompressionObserver):
         link = measure_link(state.context.reduce, max(codec.message_bytes(longest) for codec in self._candidates))
         self._work = self._work or self._measure_work(list(tuned))
         computes = [seconds for _, seconds in times]
-        # Reduce errors, too: they may differ in the last bit between processors, and then choices between ranks.
+        # All-reduce errors, too: they may differ in the last bit between processors, and so might the ranks' choices.
         numbers = (link, [median(self._step_seconds)], self._work.values(), self._errors.values(), computes)
         slowest = torch.tensor(
             [each for some in numbers for each in some], dtype=torch.float64, device=state.context.device
@@ -520,7 +520,7 @@ class CodecAutotuner(CompressionObserver):
         tuned = _tuned(group)
         others = [flat for flat in group.flats if flat.trainable and flat not in tuned]
         fixed = sum(flat.reduce_scatter.planned_bytes() for flat in others)
-        if group in regathered(self.state):  # its weights are all-gathered for its backward, on the same network
+        if group in regathered(self.state):  # the backward gathers the group's weights again, on the same network
             fixed += sum(flat.all_gather.planned_bytes() for flat in group.flats)
         elements = sum(flat.layout.numel for flat in tuned)
         costs: list[CodecCost] = []

@@ -2,14 +2,14 @@
 codec is a subclass of ``Codec`` in any file (docs/compression.md, "A codec of your own").
 
     values    [messages, n] fp32        n is a multiple of the block
-    message   [messages, bytes] uint8   one row for each rank that is sent one
+    message   [messages, bytes] uint8   one row for each rank that receives a message
 
 A codec's ``encode`` and ``decode`` are plain torch and define its format to the byte; native kernels give the same
 bytes and bits (``error_feedback``). Codecs neither communicate nor know of error feedback.
 
-Formats are little-endian, of version ``FORMAT``, and of a size known from ``n`` alone. A codec with scales has one fp32
-scale for each block, all before the payload. A block whose statistic is not finite gets the scale NaN, which decodes to
-NaN throughout the block.
+Messages are little-endian, of version ``FORMAT``, and of a size known from the number of elements alone. A codec with
+scales has one fp32 scale for each block, all before the payload. A block whose largest or mean magnitude, from which
+the scale is computed, is not finite gets the scale NaN, which decodes to NaN throughout the block.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FORMAT = 1
 """Version of all message formats: ranks compare it before they exchange anything."""
 
 BLOCK = 256
-"""Elements that share a scale by default."""
+"""Number of adjacent elements that share a scale by default."""
 
 BLOCKS = (64, 128, 256, 512, 1024, 2048, 4096)
 
@@ -39,13 +39,13 @@ _ROW = 64
 """Bytes that every message is padded to a multiple of."""
 
 _LANES = 64
-"""Number of running sums that ``block_sum`` adds a block in: part of the format, as it fixes the order."""
+"""Number of running sums by which ``block_sum`` adds up a block: it fixes the order of additions, and so the format."""
 
 LOW_RANK = "powersgd"
-"""The name of low rank, which is no codec but a collective of its own (``compression.powersgd``)."""
+"""The name of low-rank compression, which is no ``Codec`` but all-reduces factors (``compression.powersgd``)."""
 
 AUTO = "auto"
-"""The name for the least lossy codec, or none, with which a reduce is hidden (``compression.autotune``)."""
+"""The name for what ``CodecAutotuner`` chooses: the least lossy codec, or none, with which compute hides a reduce."""
 
 _codecs: dict[str, type[Codec]] = {}
 
@@ -124,7 +124,7 @@ class Codec(ABC):
 
         Args:
             values: [messages, n] fp32; zero in padding.
-            counts: [messages, blocks] int32, how many elements each block has (its first ones); None: all.
+            counts: [messages, blocks] int32, how many leading elements of each block are not padding; None: all.
             message: [messages, message_bytes(n)] uint8.
             noise: for stochastic rounding, if ``rounds_randomly``; None: to nearest.
         """
@@ -282,7 +282,7 @@ def counts_of(layout: Layout, block: int, device: torch.device, ranks: range | N
     ranks = range(layout.world) if ranks is None else ranks
     starts = torch.arange(layout.starts[ranks.start], layout.starts[ranks.stop], block, device="cpu")
     counts = torch.zeros_like(starts)
-    for extent in layout.extents:  # each extent begins with a new block: no block has elements of two
+    for extent in layout.extents:  # each extent begins with a new block: no block has elements of two extents
         inside = (starts >= extent.offset) & (starts < extent.end)
         counts += inside * (extent.end - starts).clamp(max=block)
     return None if bool((counts == block).all()) else counts.to(torch.int32).to(device).view(len(ranks), -1)

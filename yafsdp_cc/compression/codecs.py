@@ -1,7 +1,7 @@
 """The built-in codecs, a class each, whose docstring gives the layout of its messages to the byte.
 
-They are plain torch, and define the bits that native kernels give. Messages of a ``Scaled`` codec begin with 4 bytes
-for each block: its scale.
+The codecs are plain torch, and define the bits that native kernels give. Messages of a ``Scaled`` codec begin with 4
+bytes for each block: its scale.
 """
 
 from __future__ import annotations
@@ -92,9 +92,9 @@ class Int4(_Whole):
 class _Odd(Scaled):
     """``bits`` for each element: odd multiples of the scale, as many below zero as above.
 
-    To nearest: the scale is the ``share`` of the block's mean magnitude that loses least of normally distributed
-    numbers (Max, "Quantizing for Minimum Distortion", 1960, table II). With noise: the largest magnitude is the last
-    level, and each element is rounded up or down at random, so that its mean is exact.
+    Without noise (to nearest), the scale is the ``share`` of the block's mean magnitude that loses least of normally
+    distributed numbers (Max, "Quantizing for Minimum Distortion", 1960, table II). With noise, the largest magnitude is
+    the last level, and each element is rounded up or down at random, so that its mean is exact.
 
     payload  each block's codes as ``split_bits`` divides them, 0 for the lowest level
     """
@@ -179,8 +179,8 @@ class FP8(Scaled):
 class Ternary(Scaled):
     """The three levels -scale, 0 and scale.
 
-    To nearest: elements above 0.7 of the block's mean magnitude are kept, and the scale is the mean of their magnitudes
-    (Li et al., "Ternary Weight Networks", 2016, section 2.2). With noise: the scale is the largest magnitude, and an
+    Without noise, elements above 0.7 of the block's mean magnitude are kept, and the scale is their mean magnitude (Li
+    et al., "Ternary Weight Networks", 2016, section 2.2). With noise, the scale is the largest magnitude, and an
     element is kept with the probability magnitude / scale (Wen et al., "TernGrad", 2017, section 3.1).
 
     payload  block bytes for each five blocks (the last five filled up with blocks of zeros): byte j is
@@ -390,9 +390,9 @@ class TopK2Bit(Codec):
 
     For all blocks one after another, k = block / 64:
 
-        4 bytes for each block:   m, fp32; NaN where something in the block is not finite
-        2k bytes for each block:  positions within the block, ascending, unsigned; the largest's in place of zeros'
-        k/4 bytes, at least 1:    two bits for each, as ``split_bits`` has them: 1 if negative, 2 if above 1.11 m
+        4 bytes for each block:   mean magnitude m, fp32; NaN where an element of the block is not finite
+        2k bytes for each block:  positions within the block, ascending, unsigned; for a zero, the largest element's
+        k/4 bytes, at least 1:    two bits for each kept element, by ``split_bits``: 1 if negative, 2 if above 1.11 m
 
     Source: Sarfi et al., "Communication Efficient LLM Pre-training with SparseLoCo" (2025), section 3: top-k of blocks
     of 4,096, and 2 bits. The quantizer of the paper is another.

@@ -87,7 +87,7 @@ class CompressedCollectives(Collectives):
         known = getattr(flat, "all_gather", None)
         if keeps_unsharded and isinstance(known, DeltaAllGather):
             known.schedule = self.schedule
-            return known  # a new one would not know which steps led to the present weights, and gather exactly
+            return known  # a new ``DeltaAllGather`` would not know which steps made the weights, and gather exactly
         kind = DeltaAllGather if keeps_unsharded else RoundedAllGather
         return kind(flat, self.schedule, self.config.make(name))
 

@@ -19,8 +19,8 @@ class CompressionHookState(CompressedCommunication):
     """State of the DDP communication hook ``encoded_mean``.
 
     Args:
-        compression: as of ``shard``, for gradients alone, one codec. ``warmup_steps`` counts backwards that reduce
-            gradients.
+        compression: as of ``shard``, but with one codec, and for gradients alone. ``warmup_steps`` counts backwards
+            that reduce gradients.
         group: the ranks of the DDP; None: all.
 
     Raises:

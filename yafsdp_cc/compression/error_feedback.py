@@ -1,8 +1,8 @@
 """Error feedback: what a message loses is remembered, and added to the next one.
 
-    h = g + η·E            what this message should hold
-    m = C(h)               what it holds
-    E = E + b·g − a·D(m)   the residual: what is left
+    h = g + η·E            what a message should hold of the gradient g
+    m = C(h)               the message: C encodes, D decodes
+    E = E + b·g − a·D(m)   the residual: what is left for the next message
 
 With b = 1, a·ΣD(m) = Σg + E₀ − E_T, summed over messages, whatever the codec: nothing is lost, only late. η = a = 1 is
 the classic form (Seide et al., 2014; Karimireddy et al., "Error Feedback Fixes SignSGD", 2019, algorithm 2); η < 1 is
@@ -13,8 +13,8 @@ b = 0 is EF21 (Richtárik et al., 2021, algorithm 2): −E = ΣD(m) is an estima
 and a message holds by how much the gradient differs from it. The receiver uses the estimate, not the message: the less
 gradients change from one message to the next, the nearer the estimate is to them.
 
-E has the unit of one rank's gradient of its own mean loss, not scaled by the number of ranks. A block with a non-finite
-element leaves its E unchanged.
+The residual E has the unit of one rank's gradient of its own mean loss, not scaled by the number of ranks. A block with
+a non-finite element leaves its residual unchanged.
 
 ``encode``, ``accumulate``, ``decode_sum`` and ``decode`` run one native kernel where the extension has one; the torch
 code below the kernel call in each function defines the same bits. The native extension is ``_native.so`` beside this
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from yafsdp_cc.engine.param import Divisor, FlatParam, FSDPParam
 
 PART = 327_680
-"""Elements that ``start`` of ``decode_sum`` is a multiple of: whole tiles (topk), whole fives of blocks (ternary)."""
+"""Number that ``start`` of ``decode_sum`` is a multiple of: whole tiles (topk) and whole fives of blocks (ternary)."""
 
 
 class Recursion(NamedTuple):
@@ -93,7 +93,7 @@ class Residual(NamedTuple):
         """Return a view of ``messages`` rows of ``n`` elements, beginning ``first`` elements after the residual's
         first.
 
-        Messages of one residual may differ in length: then only such views have a meaningful shape.
+        Messages of one residual may differ in length: then only views by ``span`` have a meaningful shape.
         """
         values = self.values.view(-1)[first : first + messages * n].view(messages, n)
         start, blocks = (first // self.block, n // self.block) if self.scales.numel() else (0, 0)
@@ -152,7 +152,7 @@ def encode(
     Args:
         gradients: [messages, n], floating-point; zero in padding.
         message: [messages, bytes] uint8, overwritten.
-        counts: [messages, blocks] int32, how many elements each block has; None: all.
+        counts: [messages, blocks] int32, how many leading elements of each block are not padding; None: all.
         residual: None: without error feedback.
         scale: factor that gradients are multiplied by first: one over the loss scale.
         noise: random numbers for stochastic rounding, without a residual.
@@ -229,7 +229,7 @@ def decode_differences(codec: Codec, messages: Tensor, n: int, estimate: Tensor,
     Args:
         codec, messages, n, start: as of ``decode_sum``.
         estimate: fp32, the elements from ``start`` on of the sum over senders of all messages so far; overwritten.
-        total: as long, fp32; overwritten.
+        total: as long as ``estimate``, fp32; overwritten.
     """
     decode_sum(codec, messages, n, estimate, 0, total, start)
     if total.is_cpu and isfinite(total.sum().item()):  # only on a CPU: reading the sum would synchronize a GPU
@@ -293,7 +293,7 @@ class CompressionError:
     """Measures how well a codec suits the gradients it encodes: the share ω = ‖h − D(m)‖² / ‖h‖² that messages lose.
 
     h is the value to encode and D(m) the decoded message. After a message its residual is E = h − (1 − b)·g − a·D(m),
-    so both come from the residual, the message and, in EF21, the gradient: h − D(m) = E − (1 − a)·D(m) + (1 − b)·g.
+    so h and h − D(m) come from residual, message and, in EF21, gradient: h − D(m) = E − (1 − a)·D(m) + (1 − b)·g.
 
     A codec that keeps a share δ = 1 − ω of each message has residuals of at most ‖E‖² ≤ 4·ω/δ²·‖g‖² (Karimireddy et
     al., "Error Feedback Fixes SignSGD", 2019, lemma 3), so that messages which keep up with gradients g keep no less
@@ -321,8 +321,8 @@ class CompressionError:
         """Add ``messages`` [messages, bytes], just encoded from ``gradients``, and the ``residual`` that they left to
         ``sums``.
 
-        Of more than ``SAMPLES`` parts a fixed sample is decoded, scaled up to all: each part takes a kernel launch, and
-        there are as many messages as ranks.
+        If messages have more than ``SAMPLES`` parts, decode a fixed sample and scale its sums up: each part takes a
+        kernel launch, and there are as many messages as ranks.
         """
         n = residual.values.shape[1]
         step = n if ops_for(messages.device, codec) is None else min(PART, n)
@@ -343,7 +343,7 @@ class CompressionError:
 
     @torch.no_grad()
     def add(self, *parts: Tensor, share: float = 1.0) -> None:
-        """Add squares of ``parts``: values lost, to encode, and decoded. They hold a ``share`` of all elements."""
+        """Add the squares of ``parts``, a ``share`` of all elements: values lost, values to encode, decoded values."""
         norms = torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64) for part in parts])
         self.sums.addcmul_(norms, norms, value=1 / share)
 
@@ -386,8 +386,8 @@ class Feedback(NamedTuple):
 class Encoder(ABC):
     """Makes messages of a buffer's values, exchanges them, and decodes their sum.
 
-    Each serves one ``reduce_scatter.CompressedSum``, which keeps the residual. There are four: codecs or low rank
-    (``powersgd``), for a reduce-scatter or an all-reduce.
+    Each encoder serves one ``reduce_scatter.CompressedSum``, which keeps the residual. There are four encoders: codecs
+    or low rank (``powersgd``), for a reduce-scatter or an all-reduce.
     """
 
     context: CommContext
@@ -414,7 +414,7 @@ class Encoder(ABC):
         """Fill ``total`` fp32 with elements from ``start`` on of the sum of all messages.
 
         Args:
-            own: these elements of this rank's own chunk of a reduce-scatter, not encoded; None for an all-reduce.
+            own: for a reduce-scatter, this rank's gradients from ``start`` on, not encoded; None for an all-reduce.
             start: a multiple of ``step``.
             total: overwritten.
         """
@@ -448,7 +448,7 @@ class PeerChunks(NamedTuple):
 
 
 def other_chunks(buffer: Tensor, layout: Layout, rank: int) -> list[PeerChunks]:
-    """Return the chunks of other ranks in ``buffer``: those below and those above ``rank``, where all are equally long.
+    """Return runs of other ranks' chunks in ``buffer``: one below and one above ``rank`` if chunks are equally long.
 
     Args:
         buffer: laid out by ``layout``, or with one element for each of its blocks.
@@ -485,7 +485,7 @@ def ops_for(device: torch.device, codec: Codec | None = None) -> Any:
     """Return the native operators that take tensors of ``device`` and know ``codec``, or None.
 
     Raises:
-        RuntimeError: there are none for the device, and ``YAFSDP_CC_NATIVE=1`` demands them.
+        RuntimeError: there are no operators for ``device``, and ``YAFSDP_CC_NATIVE=1`` demands them.
         ValueError: ``YAFSDP_CC_NATIVE`` is something else than 0, 1 or auto.
     """
     if codec is not None and codec.name not in _NUMBERS:

@@ -4,12 +4,12 @@ a diverging run, and all groups where losses rise.
     forwards   ... 9 | 10 | 11 ... 19 | 20 | 21 ...
            measure __|    |__ judge     |    |__ judge: a group that fails twice in a row falls back
 
-A message that is further from the gradients than an empty one makes residuals grow from step to step: then one failure
-is enough.
+A message that is further from the gradients than an empty one makes residuals grow from step to step: then a group
+falls back after one failure.
 
 Measurements are summed over all ranks, so all ranks judge alike and fall back together. Gradients of fewer than 4 bits
 change to int4, others to bf16; residuals do not depend on the codec and remain. Weights that were gathered by deltas
-are gathered exactly. The switch is immediate: assembling the engine anew might wait for a graph that one rank alone
+are gathered exactly. The switch does not assemble the engine anew, which might wait for a graph that one rank alone
 still holds.
 """
 
@@ -122,7 +122,7 @@ class CodecFallback(CompressionObserver):
             self._scale = self._schedule.loss_scale
 
     def judge(self) -> None:
-        """Judge the measurement unless its messages are still in flight or to come. A collective."""
+        """Judge the measurement unless its messages are still in flight or not yet made. A collective."""
         state = self.state
         if not self._measured or not state.is_idle:
             return
@@ -135,7 +135,7 @@ class CodecFallback(CompressionObserver):
                 each.flat.group.gathered(each.flat)
         # Divide by this measurement's loss scale now: on CUDA, the numbers read below are of an earlier measurement.
         sums = [each.error.sums / self._scale**2 for each in measured]
-        # a kernel takes the number as an argument; copying it to a GPU would synchronize
+        # the kernel of this sum takes a float as an argument; copying a float to a GPU would synchronize
         loss = sums[0].new_zeros(1) + self._loss
         found = torch.cat([loss, loss.new_full((1,), self._losses), *sums])
         self._loss, self._losses = 0.0, 0
@@ -165,7 +165,7 @@ class CodecFallback(CompressionObserver):
         for index, each in enumerate(measured):
             lost, due, sent = sums[SUMS * index : SUMS * (index + 1)]
             fault = ""
-            # else sums were exact, with nothing encoded, or gradients were not finite, which found_inf reports
+            # Skip sums that were exact (nothing was encoded) and gradients that were not finite (found_inf reports it).
             if due and isfinite(lost / due):
                 kept = 1 - lost / due
                 fault = self._fault(each, kept, sqrt(sent))
@@ -176,7 +176,7 @@ class CodecFallback(CompressionObserver):
                 self._fall_back(each, fault or risen)
 
     def _fault(self, measured: Measured, kept: float, norm: float) -> str:
-        """Return the fault of messages that keep the share ``kept`` and have this norm; "" if none."""
+        """Return the fault of messages that keep the share ``kept`` and have the norm ``norm``; "" if none."""
         least = measured.error.least
         if kept < least or kept < 0:
             return f"keep {kept:.2%} of what they encode: residuals grow below {least:.2%}"

@@ -3,8 +3,8 @@
     compress(fsdp2_model, "int8")       every reduce-scatter, and with ``weights`` every all-gather
 
 A group of FSDP2 holds all parameters of a module, norms and biases too, and all are encoded. Residuals belong to the
-hooks, live as long, and start at zero. A hook sees a buffer and not its parameters: where some parameters of a group
-are unused, residuals are told apart by the size of the buffer.
+hooks, live as long as the hooks do, and start at zero. A hook sees a buffer and not its parameters: where some
+parameters of a group are unused, residuals are told apart by the size of the buffer.
 """
 
 from __future__ import annotations
@@ -137,8 +137,8 @@ def _has_replicas(module: nn.Module) -> bool:
 class CompressedCommunication:
     """The result of ``compress``: counts the bytes that were sent, and can be removed.
 
-    It also holds the compressed sums of all hooks of a model, FSDP2's or DDP's; each is made at first use and has a
-    residual.
+    ``CompressedCommunication`` also holds the compressed sums of all hooks of a model, FSDP2's or DDP's; each sum is
+    made at first use and has a residual.
     """
 
     def __init__(self, config: Compression) -> None:
@@ -161,8 +161,8 @@ class CompressedCommunication:
     def follow_scaler(self, scaler: torch.amp.GradScaler) -> None:
         """Rescale residuals whenever the scale of the losses changes, as ``yafsdp_cc.follow_scaler`` does.
 
-        Call it once, before the first scaled backward. Each encoded sum reads ``scaler.get_scale()``, which
-        synchronizes a GPU.
+        Call ``follow_scaler`` once, before the first scaled backward. Each encoded sum reads ``scaler.get_scale()``,
+        which synchronizes a GPU.
 
         Args:
             scaler: the scaler of the losses; it is not changed, and referenced weakly.

@@ -5,18 +5,18 @@
     message 1, 3, …    Q = Mᵀ·P   [m, r], P orthonormal, made of the message before
     E = M − P·Qᵀ                  the residual
 
-All ranks share the factor that is not sent, so the sum of their messages is the message of their sum: one all-reduce.
-This is PowerSGD (Vogels et al., 2019, algorithm 1) with the two halves of its power iteration in alternate messages
-(ACP-SGD, Zhang et al., "Evaluation and Optimization of Gradient Compression for Distributed Deep Learning", 2023), and
-each rank's residual is what its own message has lost, not what the mean of messages has.
+All ranks share the factor that is not sent, so the sum of their messages is the message of the sum of their M: one
+all-reduce. This is PowerSGD (Vogels et al., 2019, algorithm 1) with the two halves of its power iteration in alternate
+messages (ACP-SGD, Zhang et al., "Evaluation and Optimization of Gradient Compression for Distributed Deep Learning",
+2023), and each rank's residual is what its own message has lost, not what the mean of messages has.
 
     message    P or Q of every matrix, row by row | elements that are in no matrix         fp32
 
-A matrix with a non-finite element is sent as NaN, and its E is unchanged.
+A matrix with a non-finite element is sent as NaN, and its residual E is unchanged.
 
     gradients + residual ──► P (or Q) of each matrix, and the rest ── all-reduce ──► sum
                                                                                      │
-    reduce-scatter, rank 0: own chunk, exact, and the product of the sum less its own message, of that chunk
+    reduce-scatter, rank 0: own chunk, exact, plus that chunk of the product of (sum − rank 0's message)
 
 Over replicas, whose sums must be equal, this rank's own gradients go through the factors, too.
 """
@@ -64,7 +64,7 @@ class Matrix(NamedTuple):
 
 
 def fold(shape: Sequence[int]) -> tuple[int, int]:
-    """Return rows and columns of a tensor as a matrix, as square as possible: leading by remaining dimensions."""
+    """Return the shape of a tensor as the most nearly square matrix: leading dimensions by remaining ones."""
     cuts = [(math.prod(shape[:cut]), math.prod(shape[cut:])) for cut in range(len(shape) + 1)]
     return min(cuts, key=sum)
 
@@ -182,7 +182,7 @@ class LowRank:
                 total[low - first : high - first].add_(sent[low - start : high - start])
 
     def advance(self, total: Tensor) -> None:
-        """Orthonormalize the sum of all messages into the factor that is not sent next, if it is finite."""
+        """Orthonormalize the sum of all messages into the factor that is not sent next, if the sum is finite."""
         for (_, sent, _), pair in zip(self._parts(total), self._pairs, strict=True):
             factor = pair[self.sends_right]
             finite = sent[0, 0].isfinite()

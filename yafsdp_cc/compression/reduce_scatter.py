@@ -15,7 +15,7 @@ their sum. State that outlives a change of codec is an attribute of the ``Compre
 carried over to the next sum, the optimizer's momentum, and the counter of random numbers. The ``Phase`` of the
 ``CompressionSchedule`` decides what each ``start`` sends.
 
-**Momentum form.** With M of every rank w the recursion of ``error_feedback`` for a = 1 − β,
+**Momentum form.** The residual of every rank w is its momentum M, by ``error_feedback``'s recursion for a = 1 − β,
 
     h = M + g_w;   m = C(h);   M ← h − (1 − β)·D(m);   the owner's update: (1 − β)/N · Σ D(m)
 
@@ -27,8 +27,8 @@ fades. SGD's momentum is a sum where Adam's is an average: e ← β·e + 1/N · 
 Messages and residuals are the same; the update is multiplied by ``share``.
 
 **Differences** (EF21, ``error_feedback``). A residual is minus the estimate that others have of this rank's gradients.
-Their owner keeps the sum of the estimates of all other ranks, adds what messages hold, and uses it in place of a
-decoded sum; its own part is exact. Estimates are fp32: a rounding error in an estimate would stay in all later sums.
+A chunk's owner keeps the sum of all other ranks' estimates, adds decoded messages to it, and uses it in place of their
+sum; its own part is exact. Estimates are fp32: a rounding error in an estimate would stay in all later sums.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ class CompressedSum(Collective):
     """A sum over ranks of one buffer, exact or by encoded messages: the phase of ``schedule`` decides.
 
     Args:
-        codec: the name of a codec or ``powersgd``; ``fp32`` for exact sums. ``auto``: exact until ``set_codec``, with
-            scratch buffers that all candidates of the configuration fit in.
+        codec: the name of a codec or ``powersgd``; ``fp32`` for exact sums. ``auto``: sums are exact until
+            ``set_codec``, and scratch buffers have room for any of the configuration's candidates.
     """
 
     feeds_back = True
@@ -100,14 +100,14 @@ class CompressedSum(Collective):
         """Residual of the messages; None while sums are exact, without error feedback, and before training."""
         self.carried_over: Tensor | None = None
         """Gradients [chunk] fp32 that residuals of a checkpoint held, saved with another codec or number of ranks. They
-        are added to the next encoded sum (to the next sum of any kind where a tuned codec is exact)."""
+        are added to the next encoded sum, or to the next exact one where ``CodecAutotuner`` has chosen exact sums."""
         self.momentum: Tensor | None = None
         """First moment of the optimizer, [chunk] fp32: a mean over ranks, without a loss scale. Used in the momentum
         form, where the schedule has a ``beta``."""
         self.exact_mean: Tensor | None = None
         """Mean gradient of exact sums, [chunk] fp32, if ``Phase.keeps_exact``, until the optimizer sets it None."""
         self.estimate: Tensor | None = None
-        """Sum over senders of what messages have held, [chunk] fp32; None unless messages hold differences (EF21)."""
+        """Sum of all senders' decoded messages so far, [chunk] fp32; None unless messages hold differences (EF21)."""
         self.compression_error: CompressionError | None = None
         """Observer of messages while compression errors are measured; else None."""
         self._is_decoded = True
@@ -170,8 +170,8 @@ class CompressedSum(Collective):
     def set_codec(self, codec: str) -> None:
         """Encode by another codec from the next ``start`` on; ``fp32``: sum exactly. No reduce may be in flight.
 
-        From one codec to another the residual stays. The first exact sum adds it to the gradients, rounded to their
-        dtype, so that none is lost. Estimates (EF21) are dropped.
+        A change to another codec keeps the residual. After a change to exact sums the first sum adds the residual to
+        the gradients, rounded to their dtype, so that none is lost; estimates (EF21) are dropped.
         """
         if codec == self.codec_name:
             return
@@ -187,7 +187,7 @@ class CompressedSum(Collective):
             self._make_residual()
 
     def before_sum(self) -> None:
-        """Refuse or warn of a second sum in a step of the momentum form, and make ``exact_mean``: before a reduce."""
+        """Before a reduce, refuse or warn of a second sum in one step of the momentum form, and make ``exact_mean``."""
         if self.schedule.phase.encodes and self.momentum is not None and self.schedule.beta > 0:
             self._refuse_second_sum()
             if self.is_unused:
@@ -203,7 +203,7 @@ class CompressedSum(Collective):
     def reserve_exact_mean(self) -> None:
         """Make ``exact_mean`` unless it exists.
 
-        On CUDA its memory must belong to the caller's stream, because the optimizer frees it there.
+        On CUDA the memory of ``exact_mean`` must belong to the caller's stream, because the optimizer frees it there.
         """
         if self.exact_mean is None:
             self.exact_mean = torch.zeros(self.chunk, dtype=torch.float32, device=self.flat.device)
@@ -237,12 +237,12 @@ class CompressedSum(Collective):
             self._encoder.restart()
         if not self._is_decoded:
             # A sender may count a message as sent that no receiver has added to its estimate: all ranks clear residual
-            # and estimate. The record lets the fingerprint reveal a rank that did not.
+            # and estimate. The record lets the fingerprint reveal a rank that has not.
             self.context.record("estimates dropped", self.flat.name)
             self.clear()
 
     def clear(self) -> None:
-        """Clear residual and estimate. On all ranks, with no reduce in flight."""
+        """Clear residual and estimate. All ranks call ``clear``, with no reduce in flight."""
         self._is_decoded, self.is_unused = True, False
         if self.residual is not None:
             self.residual.clear()
@@ -283,7 +283,7 @@ class CompressedSum(Collective):
         if self._keeps_exact:
             self.reserve_exact_mean()
         self._adds_residual = encodes and self._encoder is None and self.residual is not None
-        if self._adds_residual:  # the codec has become exact
+        if self._adds_residual:  # exact sums have replaced the codec
             self._add_residual(grads)
 
     def _refuse_second_sum(self) -> None:
@@ -313,7 +313,7 @@ class CompressedSum(Collective):
         if self._is_momentum and self.momentum is not None:
             beta, share = self.schedule.beta, self.schedule.share
             mine = self.momentum.narrow(0, start, total.numel())
-            # Round once, here: the engine's division is exact by a power of two, as most numbers of ranks are.
+            # Round only here: the engine's division by the number of ranks is exact for a power of two, as most are.
             total.add_(mine, alpha=beta / share * self._units).div_(_inverse(share, total.device))
 
     def _end(self, own: Tensor | None) -> None:
@@ -460,7 +460,7 @@ class CompressedReduceScatter(CompressedSum, ReduceScatter):
                 self._keep_exact(part, start)
 
     def _decode(self, own: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Yield this rank's chunk of the sum in parts, as ``finish`` does: messages, own and deferred gradients."""
+        """Yield this rank's chunk of the sum in parts: decoded messages plus its own and its deferred gradients."""
         encoder = self._encoder
         assert encoder is not None
         # A rank that owns no element decodes once, too: every rank must make the same next factors of ``powersgd``.
@@ -490,7 +490,7 @@ class CompressedReduceScatter(CompressedSum, ReduceScatter):
         pending = self._pending
         if self._poison is None or pending is None:
             return self.carried_over
-        if pending.is_cuda:  # the reduce stream, which allocated it, must not reuse it yet
+        if pending.is_cuda:  # the reduce stream, which allocated ``pending``, must not reuse its memory yet
             pending.record_stream(torch.cuda.current_stream(pending.device))
         return pending if self.carried_over is None else pending + self.carried_over
 
@@ -501,7 +501,7 @@ class CompressedReduceScatter(CompressedSum, ReduceScatter):
     def unsent(self) -> Tensor:
         """Return what this rank has not sent yet to each rank, laid out like the gradients, fp32.
 
-        This rank's own chunk holds what it adds to the next sum of that chunk itself.
+        In the range of this rank's own chunk are the gradients that it adds itself to the next sum of that chunk.
         """
         whole = torch.zeros(self.flat.layout.numel, dtype=torch.float32, device=self.flat.device)
         if self.estimate is None:

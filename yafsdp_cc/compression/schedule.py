@@ -80,7 +80,7 @@ class ScheduledSum(Protocol):
         """Check and prepare the sum, before it is issued."""
 
     def rescale(self, factor: float) -> None:
-        """Multiply all gradients that the sum holds back for later messages."""
+        """Multiply by ``factor`` all gradients that the sum holds back for later messages."""
 
 
 class CompressionObserver(Observer):
@@ -244,8 +244,8 @@ class CompressionSchedule(CompressionObserver):
         self._has_grads = True
 
     def count_step(self) -> None:
-        """Count a warm-up step if weights have changed since the last call, behind a backward: an average of weights
-        that takes the model's place for an evaluation is no step."""
+        """Count a warm-up step if weights have changed since the last call and a backward was made: weights that only
+        an evaluation has replaced by their average are no step."""
         if self.is_controlled or self.phase.encodes:
             return
         if self.weights_have_changed() and self._has_grads:
@@ -310,8 +310,8 @@ class CompressionSchedule(CompressionObserver):
 def follow_scaler(model: nn.Module, scaler: torch.amp.GradScaler) -> None:
     """Rescale the residuals of ``model`` whenever the scale of its losses changes. A collective.
 
-    Call it once, before the first scaled backward. Without it, residuals keep the old scale beside gradients of the new
-    one. Each forward in training reads ``scaler.get_scale()``, which synchronizes a GPU.
+    Call ``follow_scaler`` once, before the first scaled backward. Without that call, residuals keep the old scale
+    beside gradients of the new one. Each forward in training reads ``scaler.get_scale()``, which synchronizes a GPU.
 
     Args:
         model: sharded with a compression.
@@ -363,7 +363,7 @@ class LocalClip:
     def reserve(self, name: str, device: torch.device) -> None:
         """Allocate the norm of the flat parameter ``name`` unless it exists.
 
-        On CUDA its memory must belong to the caller's stream, where ``learn`` writes to it and the host frees it.
+        On CUDA the norm's memory must belong to the caller's stream: there ``learn`` writes it and the host frees it.
         """
         if name not in self._norms:
             self._norms[name] = torch.zeros((), dtype=torch.float32, device=device)

@@ -72,7 +72,7 @@ def set_codecs(state: FSDPState, codecs: Mapping[FlatParam, str]) -> None:
 def mean_residuals(state: FSDPState) -> dict[str, FlatDTensor]:
     """Return by full name the sum of all ranks' unsent gradients divided by the number of ranks, fp32. A collective.
 
-    The unit is that of gradients of an unscaled loss.
+    The results have the unit of gradients of an unscaled loss.
     """
     found: dict[str, FlatDTensor] = {}
     state.context.fingerprint.agree("read", "residuals")
@@ -113,7 +113,7 @@ def carry_over_residuals(state: FSDPState, residuals: Mapping[str, FlatDTensor])
 def mean_estimates(state: FSDPState) -> dict[str, FlatDTensor]:
     """Return by full name the mean over ranks of all that messages have held of a rank's gradients, fp32 (EF21).
 
-    The unit is that of gradients of an unscaled loss. A collective.
+    The results have the unit of gradients of an unscaled loss. A collective.
     """
     found: dict[str, FlatDTensor] = {}
     for flat, compressed in compressed_sums(state):
@@ -130,7 +130,7 @@ def mean_estimates(state: FSDPState) -> dict[str, FlatDTensor]:
 def load_estimates(state: FSDPState, estimates: Mapping[str, FlatDTensor]) -> None:
     """Load what ``mean_estimates`` returned into flat parameters all of whose names it has. A collective.
 
-    The residuals that it overwrites must be empty.
+    The residuals that ``load_estimates`` overwrites must be empty.
     """
     shard = all_groups(state.context.info.mesh)[0]
     for flat, compressed in compressed_sums(state):
@@ -180,8 +180,8 @@ def local_residuals(state: FSDPState) -> dict[str, Any]:
 def load_local_residuals(state: FSDPState, saved: Mapping[str, Any]) -> bool:
     """Load what ``local_residuals`` returned on the same ranks. Return False, with nothing changed, if it does not fit.
 
-    With tuned codecs it never fits, as the checkpoint's codecs may not be the present ones: the mean residuals are
-    used.
+    With tuned codecs ``saved`` never fits, as the checkpoint's codecs may not be the present ones: the caller uses the
+    mean residuals.
     """
     if any(compressed.is_tuned for _, compressed in compressed_sums(state)):
         return False
