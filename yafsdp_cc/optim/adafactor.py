@@ -95,7 +95,7 @@ class Adafactor(torch.optim.Adafactor):
         keep_dtypes(self, state_dict)
         for parameter, state in self.state.items():
             for name in ("row_var", "col_var"):
-                # means of a [m, 1] or [1, n] matrix have its shape, and were loaded as sharded
+                # ``row_var`` of a matrix [m, 1], or ``col_var`` of one [1, n], has its shape, and was loaded sharded
                 if isinstance(state.get(name), FlatDTensor):
                     state[name] = state[name].full_tensor()
             variance = state.get("variance")

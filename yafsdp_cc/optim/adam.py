@@ -95,7 +95,7 @@ class OneBitAdam(OneBitOptimizer):
 
     @property
     def phase(self) -> Phase:
-        """The phase of the next step: with exact sums besides if a second moment has seen no gradient yet."""
+        """The phase of the next step: ``BOTH`` in place of ``ENCODED`` if a second moment has seen no gradient yet."""
         phase = super().phase
         new = phase is Phase.ENCODED and any(
             state.get("variance_step") == 0 and (state["step"] > 0 or parameter.grad is not None)
@@ -151,8 +151,8 @@ class OneBitAdam(OneBitOptimizer):
 class ZeroOneAdam(OneBitAdam):
     """AdamW with exact sums at growing distances, from the first step on, and encoded sums in between.
 
-    Lu et al., "Maximizing Communication Efficiency for Large-scale Training via 0/1 Adam", 2022, algorithm 1. By its
-    policy for the second moment (𝒯ᵥ) v takes gradients in at steps k₁, k₂, ... whose distance doubles after every
+    Lu et al., "Maximizing Communication Efficiency for Large-scale Training via 0/1 Adam", 2022, algorithm 1. By the
+    paper's policy 𝒯ᵥ the second moment v takes gradients in at steps k₁, k₂, ... whose distance doubles after every
     ``refreshes`` of them,
 
         k₁ = 1,   kⱼ₊₁ − kⱼ = 2^⌊j / refreshes⌋        refreshes = 4:  1 2 3 4 6 8 10 12 16 20 ...
@@ -221,7 +221,7 @@ def sharded_adamw_step(group: dict[str, Any], parameters: Sequence[Tensor], stat
     # The fused kernel does not raise tensors' versions. A shard without elements on this rank counts as changed, too:
     # all ranks must all-gather it anew.
     increment_version([row[0] for row in rows])
-    # Fused on a CPU, for the bits of AdamW(fused=True). On a GPU that needs step counts on the device, not the CPU.
+    # On a CPU take the fused kernel, for the bits of AdamW(fused=True); on a GPU it needs step counts on the GPU.
     is_fused = all(row[0].is_cpu for row in rows)
     wide = [[each.to(width_of(row[0])) for each in row] for row in rows]
     weights, grads, moments, squares = ([row[index] for row in wide] for index in range(4))

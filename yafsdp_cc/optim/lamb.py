@@ -59,11 +59,11 @@ class OneBitLamb(OneBitAdam):
 
     This implementation differs from the paper:
 
-    - it encodes what ``OneBitAdam`` encodes, with a scale per block, so momenta need not be brought to one scale first;
-      with ``form="gradient"`` g̃ is the decoded gradient;
+    - ``OneBitLamb`` encodes what ``OneBitAdam`` encodes, with a scale per block, so momenta need not be brought to one
+      scale first; with ``form="gradient"`` g̃ is the decoded gradient;
     - v is refreshed as in ``OneBitAdam``, so √v / √w uses the present v;
-    - both moments are corrected for their start at zero, as LAMB's are, and the average of ratios by starting at the
-      first; a parameter that is all zero counts with a ratio of 1, and not in the average;
+    - both moments are corrected for their start at zero, as LAMB's are, and the average of trust ratios starts at the
+      first ratio; a parameter that is all zero has a ratio of 1, which the average leaves out;
     - a step uses the factor computed in the step before, which differs by a tenth at most: so one pass over memory
       updates w and the weights and sums up the norms for the next factor;
     - norms are those of whole parameters: a step makes one all-reduce of a few numbers for each parameter, and after
@@ -130,7 +130,7 @@ class OneBitLamb(OneBitAdam):
     def _update_moments(self, phase: Phase) -> dict[int, Row]:
         """Update all that needs no norms: moments, and weights by decoded gradients, whose trust ratios are known.
 
-        Return the step of each parameter with an exact gradient, by the parameter's id.
+        Return the ``Row`` of each parameter with an exact gradient, for ``update``, by the parameter's id.
         """
         jobs: Jobs = defaultdict(list)
         learned: list[Tensor] = []
@@ -140,7 +140,7 @@ class OneBitLamb(OneBitAdam):
                 rule = self._begin_step(each, phase.encodes)
                 job = Job(each, group, self._row_of(group, each, rule))
                 summand, spec = summand_of(job.parameter, torch.float64), job.parameter.shard_spec
-                # The list is the same on all ranks, with or without elements of a parameter on this one: sums are in
+                # ``jobs`` are listed alike on all ranks, also where a rank has no elements of a parameter: sums are in
                 # one order.
                 jobs[rule, summand.across, summand.local.device, spec.bounds is None].append(job)
         norms = _norms_of(jobs)
@@ -193,7 +193,7 @@ class OneBitLamb(OneBitAdam):
         return LambRow(local_of(parameter), local_of(parameter.grad), moment, square, fresh, settings)
 
     def _trust_of(self, parameter: Tensor, weight: float, update: float) -> float:
-        """Return the trust ratio ‖x‖ / ‖update‖ from the squares, and add it to the parameter's average, if any."""
+        """Return the trust ratio ‖x‖ / ‖update‖ from squared norms, and add it to the parameter's average, if any."""
         if not weight or not update:
             return 1.0
         ratio = min(max(math.sqrt(weight) / math.sqrt(update), self.trust[0]), self.trust[1])
@@ -214,7 +214,7 @@ class OneBitLamb(OneBitAdam):
 def _norms_of(jobs: Jobs) -> Iterator[list[float]]:
     """Make all updates; return an iterator over the results of ``update_lamb``, reduced to whole parameters.
 
-    It takes one all-reduce of sums, one of maxima, and one transfer to the host.
+    ``_norms_of`` makes one all-reduce of sums, one of maxima, and one transfer to the host.
     """
     partials: list[tuple[Partials, Partials]] = []
     for (rule, across, *_), members in jobs.items():

@@ -46,8 +46,8 @@ class MatrixOptimizer(Optimizer):
     w ← (1 − lr·weight_decay)·w − rate·update, where the rate is ``learning_rate``. A stack of matrices [k, m, n], such
     as the weights of experts, counts as k of them.
 
-    Parameter groups that have both are divided in two: one of matrices, with the settings given, and one of the other
-    parameters, with those of ``adamw``, ``betas`` among them. The first rank prints what goes where.
+    A parameter group of matrices and others is divided in two: one of matrices, with the settings given, and one of the
+    others, with those of ``adamw``, ``betas`` among them. The first rank prints what updates each, on which ranks.
 
     State dicts hold state by parameter, sharded like the parameter or owned by the same rank. ``load_state_dict`` also
     takes whole tensors, as of a single process, and cuts them.
@@ -89,8 +89,8 @@ class MatrixOptimizer(Optimizer):
     ) -> Sequence[Tensor]:
         """Return the update of each matrix, which is subtracted from it times ``learning_rate``.
 
-        Called on the rank that owns the matrices, for all of one shape and parameter group together. Their number may
-        differ from step to step, as a parameter without a gradient is left out.
+        ``step`` calls ``updates`` on the rank that owns the matrices, for all of one shape and parameter group
+        together. The number of matrices may differ from step to step, as a parameter without a gradient is left out.
 
         Args:
             gradients: [m, n] each, means over all ranks, fp32 at least; may be changed.
@@ -104,7 +104,7 @@ class MatrixOptimizer(Optimizer):
     def update_dtype(self, device: torch.device) -> torch.dtype | None:
         """Return the dtype in which updates of assembled matrices are sent back to the shards; None: that of gradients.
 
-        It must be the same on all ranks.
+        The dtype must be the same on all ranks.
         """
         return None
 
@@ -312,7 +312,7 @@ class MatrixOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of any number of ranks, or of whole tensors as from a single process.
 
-        A collective if tensor parallelism has divided matrices.
+        ``load_state_dict`` is a collective if tensor parallelism has divided matrices.
         """
         super().load_state_dict(state_dict)
         keep_dtypes(self, state_dict)
@@ -386,13 +386,13 @@ def _owned_like(spec: ShardSpec, name: str, shape: Sequence[int]) -> ShardSpec:
 # Matrices of several units share the two messages.
 
 _BUCKET = 1 << 26
-"""Elements of all ranks that one exchange moves, unless two units have more."""
+"""Most elements of all ranks that one exchange moves, unless two units have more."""
 
 
 def buckets(parameters: Sequence[Any]) -> Iterator[list[Any]]:
     """Yield the parameters of each exchange: of one mesh and dtype, and of at least two units if there are two.
 
-    Thus a unit causes one message more on average than without assembly, or less.
+    As units share the two messages of an exchange, assembly costs a unit one message on average, or less.
     """
     kinds: dict[Any, dict[Any, list[Any]]] = defaultdict(lambda: defaultdict(list))
     for each in parameters:

@@ -37,8 +37,8 @@ class Muon(MatrixOptimizer):
     Gradients reach the owners of matrices by the usual reduce-scatter, and updated weights reach the other ranks by the
     usual all-gather: a step sends as many bytes as with AdamW, encoded where the model has a ``Compression``.
 
-    Steps are those of ``torch.optim.Muon``, bit for bit if gradients are and iterations are in bf16. State dicts use
-    its names (``momentum_buffer``), and those of ``torch.optim.AdamW`` for other parameters.
+    Steps are those of ``torch.optim.Muon``, bit for bit if gradients are equal and iterations in bf16. State dicts use
+    the names of ``torch.optim.Muon`` (``momentum_buffer``), and of ``torch.optim.AdamW`` for other parameters.
 
     Args:
         params: all trained parameters of a model that was sharded with ``yafsdp_cc.shard(model, ownership="matrix")``

@@ -171,7 +171,7 @@ class OneBitOptimizer(Optimizer):
             self._init_state(parameter)
         self._plan_phase()
         for state in states:
-            current_state(state.model)  # makes the buffers of the warm-up now: plan_of tells them before a forward
+            current_state(state.model)  # makes the warm-up's buffers now: ``plan_of`` lists them before a forward
 
     # What each optimizer of the family defines
 
@@ -197,7 +197,7 @@ class OneBitOptimizer(Optimizer):
             compressed.is_unused = False
         phase = self._phase_now
         if not self._unscale():
-            self._drop_exact_means()  # the next backward may overwrite only some of those of the skipped step
+            self._drop_exact_means()  # the next backward may overwrite only some of the skipped step's exact means
             return loss
         if phase.keeps_exact:
             gradients = self._exact_gradients()
@@ -213,7 +213,7 @@ class OneBitOptimizer(Optimizer):
         return loss
 
     def _set_steps(self, steps: int) -> None:
-        """Set the number of steps here and, for state dicts, in all groups: a parameter may have made fewer."""
+        """Set the number of steps in ``self.steps`` and, for state dicts, in all groups: a parameter may have fewer."""
         self.steps = steps
         for group in self.param_groups:
             group[STEPS] = steps
@@ -264,8 +264,8 @@ class OneBitOptimizer(Optimizer):
     def _by_param_group(self) -> Iterator[list[Tensor]]:
         """Yield the parameters of one parameter group of the engine after the other, in the order of a forward.
 
-        When the caller asks for the next group, the one just updated is all-gathered unless an earlier one has its
-        buffer: the next forward finds the weights on their way.
+        When the caller asks for the next group, the group just updated is all-gathered, unless an earlier group uses
+        the same buffer: the next forward finds the weights on their way.
         """
         left = {id(parameter): parameter for parameter in self._parameters}
         taken: set[int] = set()
@@ -346,7 +346,7 @@ class OneBitOptimizer(Optimizer):
     def decay(self) -> tuple[float, float]:
         """The schedule's ``beta`` and ``share``; (0, 1) in the gradient form, in which residuals are no momentum.
 
-        Read before each forward, as a scheduler or a loaded state may change it.
+        The schedule reads ``decay`` before each forward, as a scheduler or a loaded state may change it.
         """
         if self.form == "gradient":
             return 0.0, 1.0
@@ -363,7 +363,7 @@ class OneBitOptimizer(Optimizer):
             param = _fsdp_param(parameter)
             state = None
             if param is not None:
-                # ``fully_shard`` leaves the engine to the first forward
+                # after ``fully_shard`` the first forward would make the engine
                 state = engine_of(param) or current_state(param.unit)
             schedule = None if state is None else CompressionSchedule.of(state)
             if param is None or state is None or schedule is None:

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 class OneBitSGD(OneBitOptimizer):
     """SGD with momentum whose gradients are encoded for the network, by ``Compression(gradients=...)``.
 
-    Its update is linear in the gradients, which avoids the difficulties of 1-bit Adam: error feedback alone keeps its
-    rate (Karimireddy et al., "Error Feedback Fixes SignSGD", 2019, theorem II), and there is no second moment that
-    needs exact sums. The warm-up is for models whose first steps are large. The forms are those of ``OneBitAdam``; with
-    ``form="momentum"`` ``.grad`` is the momentum Σ βᵏ g, in the units of torch's buffer.
+    The update of SGD is linear in the gradients, which avoids the difficulties of 1-bit Adam: error feedback alone
+    keeps SGD's rate (Karimireddy et al., "Error Feedback Fixes SignSGD", 2019, theorem II), and there is no second
+    moment that needs exact sums. The warm-up is for models whose first steps are large. The forms are those of
+    ``OneBitAdam``; with ``form="momentum"`` ``.grad`` is the momentum Σ βᵏ g, in the units of torch's buffer.
 
     Exact sums, of the warm-up and of parameters that are never encoded, give the steps of ``torch.optim.SGD``. There is
     no ``nesterov``: it looks ahead by a gradient that no rank has where momentum is encoded. Without a momentum the
