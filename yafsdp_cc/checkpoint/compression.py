@@ -69,8 +69,8 @@ def local_state(model: nn.Module) -> dict[str, Any]:
 def sharded_state(model: nn.Module, *, means: bool = True) -> dict[str, Any]:
     """Return compression's entries of the checkpoint's sharded state. A collective; call it before ``local_state``.
 
-    With ``means``, residuals are among them as means over the ranks, which only another number of ranks needs, and
-    which cost as many bytes to send as exact gradients.
+    With ``means``, the entries include the residuals' means over the ranks, which only a load by another number of
+    ranks needs, and which cost as many bytes to send as exact gradients.
     """
     if (found := _compressed(model)) is None:
         return {}
@@ -125,7 +125,7 @@ def load_state(model: nn.Module, loaded: dict[str, Any], extra: dict[str, Any], 
         if steps is not None:
             schedule.resume(steps)
             state.outdated |= not schedule.phase.encodes  # assemble anew: exact sums need scratch buffers
-        for flat, compressed in compressed_sums(state):  # the random numbers go on
+        for flat, compressed in compressed_sums(state):  # go on with the saved counters of random numbers
             compressed.rounded = rounded.get(flat.name, compressed.rounded)
         schedule.resume_decay(decay)
         if fallen is not None and (fallback := CodecFallback.of(state)) is not None:
@@ -141,7 +141,7 @@ def load_state(model: nn.Module, loaded: dict[str, Any], extra: dict[str, Any], 
         load_estimates(state, loaded.get(ESTIMATES, {}))
     if KEPT in loaded:
         load_kept_weights(state, loaded[KEPT], behind or [])
-    require_state(model)  # makes the buffers of the loaded phase now: plan_of tells them before a forward
+    require_state(model)  # makes the loaded phase's buffers now: ``plan_of`` lists them before a forward
 
 
 def _compressed(model: nn.Module) -> tuple[FSDPState, CompressionSchedule] | None:

@@ -83,7 +83,7 @@ def version(path: Path) -> tuple[int, int]:
 class Replacement:
     """A new content of ``path``, written beside it in a folder that no other save has. One rank makes it.
 
-    Close it at the end, whether it was committed or not. ``new`` is the folder to write into.
+    Close a ``Replacement`` at the end, whether it was committed or not. ``new`` is the folder to write into.
 
     Args:
         path: the folder to replace or create.
@@ -126,7 +126,7 @@ class Replacement:
             except OSError as error:
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or not self._replaceable:
                     raise
-            # an earlier turn of this loop has left ``_previous`` where another save then put its folder at the path
+            # an earlier turn of this loop has left ``_previous`` if another save then put its own folder at the path
             shutil.rmtree(self._previous, ignore_errors=True)
             with suppress(FileNotFoundError):
                 os.rename(self._path, self._previous)
@@ -264,7 +264,7 @@ def sealed(content: bytes) -> bytes:
 def unsealed(content: bytes) -> bytes:
     """Verify and remove the checksum of a table of contents.
 
-    torch's own tables, and those of earlier versions of this package, have none.
+    Tables of contents by torch, and by earlier versions of this package, have no checksum.
     """
     size = len(_SEAL % 0)
     body, end = content[:-size], content[-size:]

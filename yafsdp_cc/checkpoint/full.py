@@ -132,17 +132,17 @@ def save_safetensors(path: str | os.PathLike[str], model: nn.Module, *, dtype: t
                     saved_as = _write_files(replacement.new, tensors, dtype)
                     _write_configs(replacement.new, model, saved_as)
                     replacement.commit()
-            finally:  # ``tensors`` are gathered by all ranks: one that failed gathers on to the end
+            finally:  # all ranks gather ``tensors`` together: a rank that failed gathers the rest, too
                 for _ in tensors:
                     pass
 
 
-@torch.inference_mode(False)  # tensors made in that mode cannot be trained on
+@torch.inference_mode(False)  # tensors made in inference mode cannot be trained on
 def load_safetensors(path: str | os.PathLike[str], model: nn.Module) -> None:
     """Fill a model's parameters and buffers from safetensors. A collective.
 
-    Each rank reads only its own parts. The names must be the model's own. Values are cast to the model's dtypes. Works
-    on sharded and on plain models.
+    Each rank reads only its own parts. The names must be the model's own. Values are cast to the model's dtypes. The
+    model may be sharded or plain.
 
     Args:
         path: a ``.safetensors`` file, or a folder with one or several and their index.
@@ -171,7 +171,7 @@ def load_safetensors(path: str | os.PathLike[str], model: nn.Module) -> None:
         extras = {plain: places.pop(name) for name, plain in bare.items() if is_extra_state(plain)}
         shapes = {name: each.shape for name, each in places.items()} | dict.fromkeys(extras)
         tied = aliases(own)
-        # names that may be missing: all but one of a tied weight's, and extra states, which others' files do not have
+        # names that files may lack: all but one of a tied weight's, and extra states, which other programs do not write
         found = {tied.get(name, name) for name in places}
         spare = {name for name in {*tied, *tied.values()} if tied.get(name, name) in found} - places.keys()
         spare |= {name for name in own if is_extra_state(name)} - extras.keys()
@@ -209,12 +209,12 @@ def convert(
         checkpoint: a folder from ``save``, or from ``torch.distributed.checkpoint`` with the same parts.
         out: a new or empty folder.
         dtype: dtype of the floating-point weights in the files; None: their own.
-        config: a file to copy beside them as ``config.json``, for ``from_pretrained``.
+        config: a file to copy beside the weights as ``config.json``, for ``from_pretrained``.
 
     Raises:
-        FileNotFoundError: there is no such checkpoint.
-        ValueError: it is no checkpoint, an unfinished or a damaged one; or ``out`` is not empty.
-        pickle.UnpicklingError: its table of contents wants code to be run.
+        FileNotFoundError: there is nothing at ``checkpoint``.
+        ValueError: ``checkpoint`` is no checkpoint, an unfinished or a damaged one; or ``out`` is not empty.
+        pickle.UnpicklingError: the checkpoint's table of contents wants code to be run.
     """
     source = files.complete(files.place(checkpoint))
     reader = CheckpointReader(source)
@@ -310,7 +310,7 @@ def _write_files(folder: Path, tensors: Iterable[tuple[str, Tensor]], dtype: tor
         part = folder / f"part-{len(written)}"
         try:
             save_file(held, part, metadata={"format": "pt"})
-        except SafetensorError as error:  # a full disk raises it
+        except SafetensorError as error:  # a full disk raises a ``SafetensorError``
             raise OSError(f"{folder.parent.parent} could not be written to: {error}") from error
         with part.open("rb") as file:
             os.fsync(file.fileno())

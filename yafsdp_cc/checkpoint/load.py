@@ -60,7 +60,7 @@ class _ReplacedError(RuntimeError):
     """Raised if a save replaced the checkpoint during a load, so that the model may hold parts of both."""
 
 
-@torch.inference_mode(False)  # tensors made in that mode cannot be trained on
+@torch.inference_mode(False)  # tensors made in inference mode cannot be trained on
 def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers = None) -> dict[str, Any]:
     """Load a checkpoint of ``save``, or torch's one of ``{"model": ..., "optimizer": ...}``. A collective.
 
@@ -70,8 +70,8 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers =
     Args:
         path: a checkpoint's folder.
         model: sharded over any number of ranks, by this package or FSDP2, or plain.
-        optimizer: the optimizer of this model's parameters, in the groups that it had; or several; None loads no
-            optimizer state.
+        optimizer: the optimizer of this model's parameters, in the groups that the saved one had; or several; None
+            loads no optimizer state.
 
     Returns:
         The ``extra`` that this rank has saved. With another number of ranks, the values that all ranks saved alike; a
@@ -79,8 +79,8 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers =
 
     Raises:
         FileNotFoundError: there is nothing at ``path``, for any rank.
-        ValueError: it is no checkpoint, an unfinished or damaged one (the file is named), not the same for all ranks,
-            or does not fit, by full names.
+        ValueError: ``path`` holds no checkpoint, or one that is unfinished, damaged (the message names the file), not
+            the same for all ranks, or does not fit (the message gives full names).
         pickle.UnpicklingError: a file wants code to be run.
         RuntimeError: called inside ``whole_parameters``; or a rank did not come before the timeout of the process
             group.
@@ -150,7 +150,7 @@ def load_from(
         with together(group):
             restore_optimizers(model, optimizers, state[OPTIMIZER])
     try:
-        read_into(weights, reader, ranks.back)  # in place, unlike the rest: an error leaves some old weights
+        read_into(weights, reader, ranks.back)  # weights alone are read in place: an error leaves some old ones
     except Exception as error:
         raise _ReplacedError(
             f"{folder} was whole and changed while it was read ({error}): the model holds some of each, load again"
@@ -163,7 +163,7 @@ def load_from(
 
 
 def read_into(state: dict[str, Any], reader: CheckpointReader, group: Group, dry: bool = False) -> None:
-    """Fill the tensors of ``state``, and its Nones by other values, from a checkpoint. A collective of ``group``.
+    """Fill the tensors of ``state``, and replace its Nones, from a checkpoint. A collective of ``group``.
 
     Each rank reads its own parts. With ``dry`` everything is read, and damage raises, but no tensor is filled.
     """
@@ -203,7 +203,7 @@ def _has_class(value: Any) -> bool:
 
 
 def check_shapes(saved: Mapping[str, list[int] | None], state: Mapping[str, Any], folder: Path) -> None:
-    """Compare names and shapes (None: an extra state, or not a tensor) with those of a model's ``state``."""
+    """Compare ``saved`` names and shapes (None: an extra state, or not a tensor) with those of a model's ``state``."""
     wanted = {
         name: list(value.shape) if isinstance(value, Tensor) and not is_extra_state(name) else None
         for name, value in state.items()
@@ -246,7 +246,7 @@ def check_tied(values: Mapping[str, Tensor], names: Mapping[str, str], folder: P
 def metadata_names(model: nn.Module, state: Mapping[str, Any]) -> list[str]:
     """Return the entries of ``state`` that are metadata of quantised parameters, as bitsandbytes adds to its weights.
 
-    Their names begin with the parameter's. No module loads them, as they are fixed by the quantisation.
+    An entry's name begins with that of its parameter. No module loads metadata, as the quantisation fixes it.
     """
     held = {plain_name(name) for name, _ in model.named_parameters(remove_duplicate=False)}
     above = {name: accumulate(name.split("."), lambda one, other: f"{one}.{other}") for name in state}
@@ -263,7 +263,7 @@ def _check_metadata(name: str, value: Tensor, known: Tensor, folder: Path) -> No
 
 
 def _check_optimizer(contents: Metadata, model: nn.Module, folder: Path) -> None:
-    """Check that the state of an optimizer is there, in a form that can be read, for this model's parameters."""
+    """Check that the checkpoint has an optimizer's state, in a form that can be read, for this model's parameters."""
     stored = (contents.planner_data or {}).values()
     paths = [path for path in stored if path[0] == OPTIMIZER]
     if not paths:
@@ -287,9 +287,10 @@ def _check_optimizer(contents: Metadata, model: nn.Module, folder: Path) -> None
 
 
 def _check_moments(contents: Metadata, shapes: Mapping[str, torch.Size], folder: Path) -> None:
-    """Compare optimizer tensors' shapes with their parameters', for names (``exp_avg``) under which any has that shape.
+    """Compare the shapes of optimizer tensors with those of their parameters.
 
-    Factors that broadcast along a dimension fit, and so do flattened tensors, and lists.
+    A name such as ``exp_avg`` is compared where any tensor of this name has the shape of its parameter. Factors that
+    broadcast along a dimension fit, and so do flattened tensors, and lists.
     """
     alike, odd = set(), {}
     for key, path in paths_in(contents, OPTIMIZER).items():

@@ -1,8 +1,8 @@
 """Patches of weights for rollout engines: the low-precision weights that optimizer steps have changed.
 
 With the small learning rates of reinforcement learning, about 99 % of bf16 weights have the same bits after a step, for
-steps below 1/256 of a weight are rounded away (Miahi and Belilovsky, 2026, arXiv 2602.03839). A patch holds the other
-weights.
+steps below 1/256 of a weight are rounded away (Miahi and Belilovsky, 2026, arXiv 2602.03839). A patch holds the weights
+that have changed.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class _Sent:
         """This rank's range of each parameter, cast to ``dtype`` and viewed as integers."""
 
     def change(self, param: FSDPParam) -> Tensor | None:
-        """Store the present weights; return where they differ from those before, None in the first call."""
+        """Store the present weights; return where they differ from those of the last call, None in the first."""
         before = self.weights.get(param)
         now = param.local.detach().view(-1).to(self.dtype, copy=True).view(_BITS[self.dtype.itemsize])
         self.weights[param] = now
@@ -96,7 +96,7 @@ def weight_patch(model: nn.Module, *, dtype: torch.dtype = torch.bfloat16) -> We
     Raises:
         ValueError: ``model`` is not sharded, or earlier patches had another dtype.
         TypeError: ``dtype`` is no floating-point dtype.
-        RuntimeError: called inside a forward, a backward or ``whole_parameters``, or after ``fully_shard`` before one.
+        RuntimeError: called inside a forward, a backward or ``whole_parameters``, or before the engine is assembled.
     """
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise TypeError(f"weight_patch takes a floating-point dtype, such as torch.bfloat16; got {dtype!r}")

@@ -109,7 +109,7 @@ def place_in(group: Group) -> tuple[int, int]:
 
 
 _KINDS = (FileNotFoundError, pickle.UnpicklingError, TypeError, ValueError)
-"""Exceptions that other ranks raise in the same type; any other is a RuntimeError there."""
+"""Types of one rank's exceptions that other ranks raise, too; for any other type they raise a ``RuntimeError``."""
 
 
 def _kind(error: BaseException) -> type[Exception]:
@@ -120,8 +120,8 @@ def _kind(error: BaseException) -> type[Exception]:
 def together(group: Group) -> Iterator[None]:
     """Raise an error of one rank inside the block on every rank, in the same type, so that all leave the same way.
 
-    If several fail, the first rank's error is raised, unless all fail in the same way: then each raises its own. If
-    only some ranks miss a file, it is a ValueError: a FileNotFoundError means "there is no checkpoint yet".
+    If several ranks fail, the first one's error is raised, unless all fail in the same way: then each raises its own.
+    If only some ranks miss a file, all raise a ValueError: a FileNotFoundError means "there is no checkpoint yet".
     """
     mine: Exception | None = None
     try:

@@ -98,10 +98,10 @@ class CheckpointReader(FileSystemReader):
     save has an id of its own: ranks with equal digests read the same save.
 
     Raises:
-        FileNotFoundError: there is no such folder.
-        ValueError: it holds no checkpoint, one whose save never finished, or a table of contents that is damaged or
-            does not fit its files.
-        UntrustedError: its table of contents names something that no checkpoint needs; nothing of it was run.
+        FileNotFoundError: there is no folder ``path``.
+        ValueError: ``path`` holds no checkpoint, one whose save never finished, or a table of contents that is damaged
+            or does not fit its files.
+        UntrustedError: the table of contents names something that no checkpoint needs; nothing of it was run.
     """
 
     def __init__(self, path: Path, fetch: Callable[[Collection[str]], None] | None = None) -> None:
@@ -179,7 +179,7 @@ class CheckpointReader(FileSystemReader):
         for item in items:
             part = narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths)
             target = planner.resolve_tensor(item).detach()
-            if target.shape != part.shape:  # ``copy_`` would broadcast a smaller one
+            if target.shape != part.shape:  # ``copy_`` would broadcast a smaller part
                 raise ValueError(f"{list(part.shape)} of '{index.fqn}' is wanted as {list(target.shape)}")
             target.copy_(part)
             planner.commit_tensor(item, target)
@@ -303,7 +303,7 @@ def _check_contents(contents: Metadata) -> dict[str, int]:
         How many bytes each file must have at least, by name.
 
     Raises:
-        Exception: of any type, if it is not.
+        Exception: of any type, if the table is inconsistent.
     """
     for value, kinds in _kinds(contents):
         if not isinstance(value, kinds):
@@ -378,8 +378,8 @@ _CUT = 8
 def _tile(stored: TensorStorageMetadata) -> bool:
     """Return whether the chunks of a tensor cover each of its elements once.
 
-    They do if their corners, counted modulo 2, are the tensor's own, which means that every element is covered an odd
-    number of times, and nothing else is, and if there are as many elements in them as in the tensor.
+    Chunks do if their corners, counted modulo 2, are the tensor's own, which means that an odd number of chunks cover
+    each element of the tensor and nothing else, and if chunks have as many elements as the tensor.
     """
     whole = ChunkStorageMetadata(offsets=torch.Size([0] * len(stored.size)), sizes=stored.size)
     corners: set[tuple[int, ...]] = set()

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
 
 REPLICAS = "replicas"
-"""Key of this state in checkpoints; those of earlier versions need it unchanged."""
+"""Key of a ``ReplicaSync``'s state in checkpoints; those of earlier versions need the key unchanged."""
 
 
 @torch.no_grad()

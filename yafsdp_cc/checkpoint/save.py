@@ -49,7 +49,7 @@ for _forget in (_background.cache_clear, _under_way.clear):
     os.register_at_fork(after_in_child=_forget)  # threads do not survive a fork
 
 
-@torch.inference_mode(False)  # an evaluation may save, and nobody can detach a parameter in that mode
+@torch.inference_mode(False)  # an evaluation may save, and in inference mode nobody can detach a parameter
 def save(
     path: str | os.PathLike[str],
     model: nn.Module,

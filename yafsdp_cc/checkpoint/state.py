@@ -1,7 +1,7 @@
 """The state of a model and its optimizers under full parameter names, in the form of torch's ``get_state_dict``.
 
-torch's own function makes an optimizer that has not stepped yet take a step with zero gradients, and gives state to
-every parameter. These functions change nothing on saving, and a restored optimizer has state only for parameters for
+torch's ``get_state_dict`` makes an optimizer that has not stepped yet take a step with zero gradients, and gives state
+to every parameter. This module changes nothing on saving, and a restored optimizer has state only for parameters for
 which the saved one had it.
 """
 
@@ -155,7 +155,7 @@ def unpacked(value: Any) -> Any:
 def _empty(
     contents: Metadata, paths: Mapping[str, tuple[Any, ...]], parameters: Mapping[str, Tensor] | None = None
 ) -> dict[str, Any]:
-    """Return, nested by ``paths``, tensors, in host memory or sharded like their ``parameters``; None for others."""
+    """Return tensors nested by ``paths``, in host memory or sharded like their ``parameters``; None for non-tensors."""
     empty: dict[str, Any] = {}
     for key, path in paths.items():
         stored, value = contents.state_dict_metadata[key], None
@@ -174,7 +174,7 @@ def _empty(
 def empty_optimizer_state(model: nn.Module, contents: Metadata) -> dict[str, Any]:
     """Return placeholders for a checkpoint's optimizer part: tensors sharded like their parameters, None for others.
 
-    ``contents`` must have such a part, and state for parameters of the model only.
+    ``contents`` must have an optimizer part, and state for parameters of the model only.
     """
     parameters = {plain_name(name): parameter for name, parameter in model.named_parameters()}
     return {"state": {}, **_empty(contents, paths_in(contents, OPTIMIZER), parameters)}

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 class CheckpointWriter(FileSystemWriter):
     """torch's writer of a folder; every entry, the extra files and the table of contents get a checksum.
 
-    Checksums are computed from memory, so that any damage of the files is noticed when they are read. The table of
-    contents is not written: it makes the checkpoint complete, and so is the caller's last file.
+    Checksums are computed from memory, so that any damage of the files is noticed when they are read.
+    The caller writes the table of contents last, as it makes the checkpoint complete.
 
     Args:
         folder: folder to write to.
