@@ -1,4 +1,4 @@
-"""``DivergenceWatch``: notices that ranks no longer have alike what they must, after a flipped bit, for instance."""
+"""``DivergenceWatch``: notices when values that must be equal on ranks differ, after a flipped bit, for instance."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class DivergenceError(RuntimeError):
-    """Ranks have different values of what they must have alike."""
+    """Raised if ranks have different values of a parameter or step count that must be equal on them."""
 
 
 class DivergenceWatch:
@@ -51,7 +51,7 @@ class DivergenceWatch:
         self._steps = self._compared = 0
 
     def step(self) -> None:
-        """Count a step, and compare if it is time to. A collective then.
+        """Count a step, and compare in every ``every``-th one, which is a collective.
 
         Raises:
             DivergenceError: on every rank, with the first parameter and the ranks that differ.
@@ -88,7 +88,7 @@ class DivergenceWatch:
         wrapped = [name for name, module in self._model.named_modules() if isinstance(module, FSDPModule)]
         for name, parameter in self._model.named_parameters():
             if is_ours and type(parameter) is nn.Parameter:
-                continue  # ignored: ranks may have values of their own
+                continue  # an ignored parameter: ranks may have values of their own
             around = [each for each in wrapped if name.startswith(f"{each}.")]
             units[max(around, key=len, default="")].add(parameter)
         return units

@@ -32,7 +32,7 @@ def folder_of_run(name: str, run_id: str) -> Path:
 def locked_by_rank(folder: Path) -> IO[bytes]:
     """Lock the folder of a run until this process ends, or the file that is returned is closed.
 
-    Processes that this one forks have no part in the lock, so those that outlive it hold up no restart.
+    Processes that this process forks have no part in the lock, so a fork that outlives it holds up no restart.
 
     Raises:
         ValueError: a rank of another run has locked it.
@@ -50,7 +50,7 @@ def locked_by_rank(folder: Path) -> IO[bytes]:
 
 
 class RunMemory:
-    """A launcher's hold on the folder of its run: removes those of earlier runs of this name, and its own in the end.
+    """A launcher's hold on its run's folder: removes folders of earlier runs of this name, and in the end its own.
 
     Args:
         name: name of the run.

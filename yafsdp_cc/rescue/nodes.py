@@ -98,7 +98,7 @@ def fetch(names: Collection[str], folder: Path, nodes: Nodes, group: Group) -> l
     ordered = list(transfers.values())
     transfer(ordered, folder, group)
     if ordered:
-        all_gather_objects(None, group)  # wait: other ranks of this node receive files for it
+        all_gather_objects(None, group)  # wait until ranks of this node have received files for it
     return ordered
 
 
@@ -127,7 +127,7 @@ def transfer(
 ) -> None:
     """Move files between the folders of several ranks, in parts. A collective.
 
-    A file appears under its name when all of it is there.
+    A file appears under its name when all of its bytes have arrived.
 
     Args:
         transfers: the same on all ranks, in the same order.

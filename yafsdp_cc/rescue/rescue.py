@@ -3,7 +3,7 @@
 A snapshot is a checkpoint in ``save``'s own format. Each rank writes its files to its node's memory; a rank of the next
 node, its buddy, gets a copy of them; and every node gets the table of contents, last of all. Whichever one node
 vanishes, the others have every file. The next snapshot is written over the one before the last. It begins so early
-that, if it takes as long as the last one, it is whole ``every`` steps behind that one: here 2 of 10 steps earlier.
+that, if it takes as long as the last one, it is whole ``every`` steps after that one began: here 2 of 10 steps early.
 
     training   ──step 40──copy to the host──step 41────────step 42──────── ... ──step 48──copy to the host──
     a thread                               └write, send to the buddy, table┘             └...
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 STEPS, RANDOM = "steps", "random_states"
 """Names in the extra files for the number of finished steps and for the random states."""
 _WAIT = 0.002
-"""Seconds between looks whether training still communicates, while the copy to the buddy waits for that."""
+"""Seconds between checks whether training still communicates, for the end of which the copy to the buddy waits."""
 
 _all: weakref.WeakSet[Rescue] = weakref.WeakSet()
 
@@ -80,14 +80,14 @@ class Rescue:
     Args:
         model: sharded by this package, by FSDP2, or plain.
         optimizer: the optimizer of this model's parameters; or several, of different parameters.
-        every: the most steps that are made again. A snapshot begins earlier, by the steps that the last one took, and
-            training waits for one that is late.
+        every: the most steps that a restart makes again. A snapshot begins earlier, by as many steps as the last one
+            took, and training waits for a late snapshot.
         path: a folder on a file system that all ranks share, for checkpoints that outlive all nodes.
         save_every: number of steps from one checkpoint at ``path`` to the next, a multiple of ``every``.
         **states: objects with ``state_dict`` and ``load_state_dict``, such as schedulers and loaders, and generators.
 
     Raises:
-        TypeError: one of ``states`` has no state, or ``model`` is none.
+        TypeError: one of ``states`` has no state, or ``model`` is no module.
         ValueError: ``every`` or ``save_every`` is no number of steps, or there is no memory that outlives a process.
     """
 
@@ -120,7 +120,7 @@ class Rescue:
                 self._states[name] = each.state_dict, each.load_state_dict
             else:
                 raise TypeError(f"{name} is a {type(each).__name__}, which has no state_dict() and load_state_dict()")
-        self._states[RANDOM] = _random_states, _set_random_states  # the last one: other objects may draw numbers
+        self._states[RANDOM] = _random_states, _set_random_states  # restored last: other objects may draw numbers
         self._model, self._optimizers = unwrapped(model), as_sequence(optimizer)
         self._every, self._save_every = every, save_every
         self._path = None if path is None else Path(path).absolute()  # a program may change its working directory
@@ -136,11 +136,11 @@ class Rescue:
         self._steps = -1
         """Number of finished steps; -1 before ``restore``."""
         self._started = self._whole = 0
-        """Numbers of finished steps when the job that is under way was begun, and in the newest state that is known to
-        be whole. The latter changes only where this thread waits, so behind the same step on every rank."""
+        """Numbers of finished steps when the job under way was begun, and in the newest state known to be whole.
+        ``_whole`` changes only where this thread waits for a job, so after the same step on every rank."""
         self._took = every // 2
-        """Steps that the last snapshot took, the same on every rank, by which the next one begins earlier: half of
-        ``every`` at first, and at most, as one that begins before the last one is due would wait for it."""
+        """Steps that the last snapshot took, the same on every rank; the next snapshot begins as many steps earlier.
+        Half of ``every`` at first, and at most: a snapshot that begins before the last one is due would wait for it."""
         self._kept: dict[str, Any] | None = None
         """Copy on the host of the state in the last snapshot, whose memory the next one uses again."""
         self._thread = ThreadPoolExecutor(1, "yafsdp_cc.rescue")
@@ -152,16 +152,16 @@ class Rescue:
     def restore(self) -> int:
         """Load the newest snapshot of which every file is in some node's memory, else the checkpoint at ``path``.
 
-        A collective. On any number of ranks; with another number than before, states that differed between ranks are
-        left as they are, and a warning names them. Rank 0 says on one line what was taken, and from where. A running
-        program may call this again, to go back after a loss spike; it waits for the snapshot that is under way.
+        A collective, on any number of ranks. With another number than before, states that differed between ranks are
+        left as they are, and a warning names them. Rank 0 says on one line what was loaded, and from where. A running
+        program may call ``restore`` again, to go back after a loss spike; the call waits for a snapshot under way.
 
         Returns:
             The number of steps that are finished; 0 where there is nothing to go on from.
 
         Raises:
-            ValueError: what there is fits another model, or all of it is damaged; or another run that is going on has
-                its snapshots in the same place.
+            ValueError: all snapshots and the checkpoint are damaged or of another model; or another run that is going
+                on has its snapshots in the same place.
             RuntimeError: not all ranks have called this; or training goes on, and there is nothing to go back to yet;
                 or another Rescue of this program has snapshots.
         """
@@ -266,7 +266,7 @@ class Rescue:
     def step(self) -> None:
         """Count a finished step; begin a snapshot if it is time for one, a collective, and wait for one that is late.
 
-        Call it behind the optimizer's step and whatever else a step changes.
+        Call ``step`` after the optimizer's step and after whatever else a step changes.
 
         Raises:
             RuntimeError: ``restore`` was not called; or the snapshot before could not be written, as a rank has died or
@@ -276,12 +276,12 @@ class Rescue:
             raise RuntimeError("call Rescue.restore() before the first step: it says how many steps are finished")
         self._steps += 1
         self._tell_progress()
-        if self._steps >= self._next:  # more, if the snapshot before failed and the program went on
+        if self._steps >= self._next:  # later than ``_next`` if a snapshot failed and the program went on
             self._snapshot()
         # All ranks wait behind the same steps, and none waits for good. A rank that waits has issued all collectives of
         # the step, so the others end it, too. The background threads need nothing but each other: they let training go
         # first only on ranks that do not wait, and so until the step ends. A rank whose snapshot is whole goes on, and
-        # is waited for by no thread. ``_snapshot`` has waited for the copies that ``restore`` makes before it began the
+        # no thread waits for it. ``_snapshot`` has waited for the copies that ``restore`` makes before it began the
         # snapshot that is late. ``save`` writes the checkpoint at ``path`` with threads and a group of its own.
         if self._steps - self._whole >= self._every:
             self._wait()
@@ -359,8 +359,8 @@ class Rescue:
         written = {name: size for name, size in files_in(folder).items() if name in own}
         copy_to_buddies(written, folder, self._nodes, group, self._let_training_go_first)
         found = all_gather_objects((self._steps, writer.table), group)  # a barrier, too: every file is on two nodes
-        self._took = min(max(steps for steps, _ in found) - step + 1, self._every // 2)  # with the step under way
-        with together(group):  # behind this every node has the table, and no rank has gone on before
+        self._took = min(max(steps for steps, _ in found) - step + 1, self._every // 2)  # + 1 for the step under way
+        with together(group):  # no rank goes on before every node has the table
             if self._nodes.is_first:
                 files.write(folder / f"{METADATA}.part", found[0][1])
                 os.replace(folder / f"{METADATA}.part", folder / METADATA)
@@ -369,7 +369,7 @@ class Rescue:
         return [each.parent.name for each in self._folder.glob(f"step-*/{METADATA}")]
 
     def _begin_folder(self, new: Path) -> None:
-        """Make the folder of a new snapshot: that of the one before the last, whose files are written over in place.
+        """Make a new snapshot's folder from that of the snapshot before the last, whose files are overwritten in place.
 
         A snapshot of an earlier start of the ranks is removed: its folder may hold files that ``restore`` has fetched,
         which this node would not write over.
@@ -389,10 +389,10 @@ class Rescue:
                 shutil.rmtree(each, ignore_errors=True)
 
     def _let_training_go_first(self, sent: float) -> None:
-        """Wait while training communicates, unless it waits for the copy, or would before the copy is over.
+        """Wait while training communicates, unless training waits for the copy, or would before the copy is over.
 
-        The copy is spread over the steps until training would wait for it, which are those that the last snapshot took:
-        if it is held up to the end of them, the next one gets one more, until half of ``every`` are reached.
+        The copy is spread over the steps until training would wait for it, as many as the last snapshot took: if the
+        copy needs them all, the next snapshot gets one step more, until half of ``every`` are reached.
         """
         left = min(self._next, self._whole + self._every) - self._started
         while self._job is not None and self._engine is not None and self._engine.is_communicating():
@@ -435,9 +435,9 @@ def _step_at(path: Path, ranks: Ranks) -> int:
 
 
 def _copy_over(before: Any, value: Any) -> Any:
-    """Return a copy on the host of one value of the state: of a tensor in the memory of the copy ``before`` of it.
+    """Return a host copy of one ``value`` of the state; a tensor's copy is in the memory of ``before``, its last copy.
 
-    Copies from a GPU into that memory, which is pinned, are only enqueued.
+    Copies from a GPU into the memory of ``before``, which is pinned, are only enqueued.
     """
     is_tensor = isinstance(value, Tensor)
     if is_tensor and isinstance(before, Tensor) and (before.shape, before.dtype) == (value.shape, value.dtype):
@@ -466,6 +466,6 @@ def _set_random_states(states: dict[str, Any]) -> None:
     torch.set_rng_state(states["torch"])
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])
-    if "numpy" in states:  # else a version before this one has saved it
+    if "numpy" in states:  # earlier versions have saved no state of NumPy
         kind, keys, place, has_gauss, cached = states["numpy"]
         np.random.set_state((kind, keys.numpy().astype("uint32"), int(place), int(has_gauss), cached))
