@@ -60,12 +60,12 @@ class BatchRollback:
 
     @torch.no_grad()
     def save(self, state: FSDPState) -> None:
-        """Keep copies of the engine's and the model's state, once until ``restore``; no forward or backward runs."""
+        """Copy the state of engine and model; call ``save`` once before ``restore``, in no forward or backward."""
         state.wait_for_transfers()
         self._undo += [each.save_members() for each in state.step_states()]
         self._save_gradients(state)
         self._save_compression(state)
-        for spec in state.specs:  # ``set_requires_gradient_sync`` may switch it between micro-batches
+        for spec in state.specs:  # ``set_requires_gradient_sync`` may switch the setting in the batch
             self._undo.append(
                 partial(setattr, spec.settings, "requires_gradient_sync", spec.settings.requires_gradient_sync)
             )
@@ -113,7 +113,7 @@ class BatchRollback:
                 self._save_tensor(grad)
             self._undo.append(partial(setattr, parameter, "grad", grad))
         for group in state.groups:
-            if group.grads is not None:  # ``set_requires_gradient_sync(False)`` keeps them for a later reduce
+            if group.grads is not None:  # ``set_requires_gradient_sync(False)`` keeps gradients for a later reduce
                 self._save_tensor(group.grads.buffer.data)
         for param in state.replicated.params:
             if param.written and param.unsharded_grad is not None:

@@ -10,10 +10,10 @@ and then:
     rank 1                                     └── issues 5, 6 and 7 as rank 0 did, with zeros ──────────────────┤
     all                                        what was issued is complete; one vote: skip; state put back ◄─────┘
 
-The lists of all ranks are prefixes of one sequence, that of the program. Once they are closed, each rank issues the
-rest of the longest list. That needs neither activations nor an order known beforehand: gathering weights takes a shard,
-reducing gradients a buffer. Only the point where ranks stop depends on timing: every rank undoes what the batch has
-changed (``rollback``).
+The lists of issued collectives are prefixes of one sequence, that of the program. Once the lists are closed, each rank
+issues the rest of the longest one. This needs neither activations nor an order known beforehand: gathering weights
+takes a shard, reducing gradients a buffer. Only the point where ranks stop depends on timing: every rank undoes what
+the batch has changed (``rollback``).
 
 No rank waits for ever: ranks that the first incomplete collective lacks have yet to issue it, and they wait only for
 earlier collectives, which are complete.
@@ -76,7 +76,7 @@ class PeerFailedError(RuntimeError):
 
 
 class OutsideOnlyError(Exception):
-    """A collective within ``skip_together`` outside of any forward or backward: it belongs behind the block."""
+    """Raised by a collective within ``skip_together`` outside of forwards and backwards: it belongs after the block."""
 
 
 class SkippableBatch:
@@ -279,7 +279,7 @@ def _stop(store: Store, prefix: str, rank: int, log: _CollectiveLog, thread: thr
 
 
 class _Recorder(Observer):
-    """Records what the engine of one model is about to issue; called as the last of its observers."""
+    """Records what the engine of one model is about to issue; called as the last of the engine's observers."""
 
     def __init__(self, log: _CollectiveLog, state: FSDPState, number: int) -> None:
         self._log, self._state, self._number = log, state, number
@@ -327,7 +327,7 @@ class _ForwardRecorder(Observer):
 # The block ----------------------------------------------------------------------------------------------------------
 
 _ENDS = (StopIteration, StopAsyncIteration, OutsideOnlyError)
-"""Exceptions for which no batch is skipped: the rank raises them behind the block, all others a ``RuntimeError``."""
+"""Exceptions for which no batch is skipped: the rank raises them after the block, other ranks a ``RuntimeError``."""
 
 _open: list[_Block] = []
 """The ``skip_together`` block that is open, as the only entry; empty outside of one."""
@@ -524,7 +524,7 @@ def skip_together(model: nn.Module, *others: nn.Module, limit: int = 10) -> Iter
     Args:
         model: the model that was passed to ``shard``.
         others: further sharded models that are called in the block, on the same mesh.
-        limit: how many batches may be skipped in a row before it raises.
+        limit: how many batches may be skipped in a row before ``skip_together`` raises.
 
     Yields:
         The outcome of the batch, known after the block.
@@ -571,7 +571,7 @@ def _checked_state(model: nn.Module) -> FSDPState:
         state.reset()
     if state in _rollbacks:
         return state  # checked below at the first block of this state
-    state.contents.check()  # perhaps a collective: a rank that fails may not reach its first forward
+    state.contents.check()  # perhaps a collective: do it now, as a rank that fails may reach no forward
     for param in state.params:
         if param.spec.tensor_parallel is not None:
             raise NotImplementedError(
@@ -593,7 +593,7 @@ def _checked_state(model: nn.Module) -> FSDPState:
 def _let_go(state: FSDPState) -> None:
     """Release the weights and gradients of the batch, after this rank's issued reduces are complete.
 
-    Their sums over replicas may be incomplete: other ranks may wait for collectives that this rank has not issued yet.
+    The reduces' sums over replicas may be incomplete: others may wait for collectives that this rank has not issued.
     """
     context = state.context
     if context.last_reduce is not None:
@@ -637,7 +637,7 @@ def _issue(state: FSDPState, op: _Op) -> None:
 def _reduce_zeros(group: ParamGroup, *, sums_over_replicas: bool) -> None:
     context = group.context
     if context.replicas is not None and context.replicas.sums != sums_over_replicas:
-        # a completed reduce continues over replicas if ``sums`` says so: complete earlier ones before it changes
+        # a completed reduce continues over replicas if ``sums`` says so: complete reduces before ``sums`` changes
         context.wait_for_reduces()
         context.replicas.sums = sums_over_replicas
     # with ``requires_gradient_sync`` set ``take_grads`` takes a buffer of the pool; the rollback restores the setting

@@ -39,7 +39,7 @@ class UnevenBatches:
         """Yield this rank's ``batches``, then its last one again with weight 0, until the batches of all ranks have
         ended.
 
-        Each batch is a collective of one number. A rank without any batch gets the first one of another rank.
+        Each turn of the loop is a collective of one number. A rank without batches gets the first one of another rank.
 
         Raises:
             RuntimeError: other ranks have left the loop by ``break``, or because their ``batches`` have raised.
@@ -118,8 +118,8 @@ def uneven(model: nn.Module) -> Iterator[UnevenBatches]:
 
     A rank whose loader has ended repeats its last batch with zero gradients, so that it takes part in collectives and
     updates its shards; gradients are averaged over the ranks that had a batch. All ranks leave the loop after the same
-    number of batches; ``break`` and ``return`` are for all of them together. The weight applies to gradients of
-    ``model``'s outputs; terms of a loss that read parameters directly (weight decay, penalties) are not weighted.
+    number of batches; all ranks must ``break`` or ``return`` together. The weight applies to gradients of ``model``'s
+    outputs; terms of a loss that read parameters directly (weight decay, penalties) are not weighted.
 
     Args:
         model: the model that was passed to ``shard``.
