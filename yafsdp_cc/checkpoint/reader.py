@@ -378,8 +378,8 @@ _CUT = 8
 def _tile(stored: TensorStorageMetadata) -> bool:
     """Return whether the chunks of a tensor cover each of its elements once.
 
-    Chunks do if their corners, counted modulo 2, are the tensor's own, which means that an odd number of chunks cover
-    each element of the tensor and nothing else, and if chunks have as many elements as the tensor.
+    Chunks cover each element once if their corners, counted modulo 2, are the tensor's own, which means that an odd
+    number of chunks cover each element and nothing else, and if chunks have as many elements as the tensor.
     """
     whole = ChunkStorageMetadata(offsets=torch.Size([0] * len(stored.size)), sizes=stored.size)
     corners: set[tuple[int, ...]] = set()

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 class CheckpointWriter(FileSystemWriter):
     """torch's writer of a folder; every entry, the extra files and the table of contents get a checksum.
 
-    Checksums are computed from memory, so that any damage of the files is noticed when they are read.
-    The caller writes the table of contents last, as it makes the checkpoint complete.
+    Checksums are computed from memory, so that any damage of the files is noticed when they are read. The caller writes
+    the table of contents last, as it makes the checkpoint complete.
 
     Args:
         folder: folder to write to.

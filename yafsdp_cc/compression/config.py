@@ -214,7 +214,7 @@ def check_name(name: str, argument: str) -> None:
 
 
 def compression_of_run() -> Compression | None:
-    """Return the compression of the run's settings (``run_settings``), for scripts that pass none; None without one."""
+    """Return the compression of the run's settings (``run_settings``), for scripts that pass none; None if unset."""
     mine = {name: one for name, one in run_settings().items() if name.startswith("compression.")}
     try:
         return Compression(**{name.partition(".")[2]: one.value for name, one in mine.items()}) if mine else None

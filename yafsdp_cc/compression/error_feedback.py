@@ -1,6 +1,6 @@
 """Error feedback: what a message loses is remembered, and added to the next one.
 
-    h = g + η·E            what a message should hold of the gradient g
+    h = g + η·E            what a message should hold; g is the gradient
     m = C(h)               the message: C encodes, D decodes
     E = E + b·g − a·D(m)   the residual: what is left for the next message
 

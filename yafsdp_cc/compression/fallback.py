@@ -165,7 +165,7 @@ class CodecFallback(CompressionObserver):
         for index, each in enumerate(measured):
             lost, due, sent = sums[SUMS * index : SUMS * (index + 1)]
             fault = ""
-            # Skip sums that were exact (nothing was encoded) and gradients that were not finite (found_inf reports it).
+            # Skip exact sums (nothing was encoded) and gradients that were not finite (``found_inf`` reports those).
             if due and isfinite(lost / due):
                 kept = 1 - lost / due
                 fault = self._fault(each, kept, sqrt(sent))

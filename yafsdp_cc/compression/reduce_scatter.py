@@ -237,7 +237,7 @@ class CompressedSum(Collective):
             self._encoder.restart()
         if not self._is_decoded:
             # A sender may count a message as sent that no receiver has added to its estimate: all ranks clear residual
-            # and estimate. The record lets the fingerprint reveal a rank that has not.
+            # and estimate. The record lets the fingerprint reveal a rank that has not done so.
             self.context.record("estimates dropped", self.flat.name)
             self.clear()
 

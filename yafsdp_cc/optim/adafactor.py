@@ -95,7 +95,7 @@ class Adafactor(torch.optim.Adafactor):
         keep_dtypes(self, state_dict)
         for parameter, state in self.state.items():
             for name in ("row_var", "col_var"):
-                # ``row_var`` of a matrix [m, 1], or ``col_var`` of one [1, n], has its shape, and was loaded sharded
+                # ``row_var`` of a matrix [m, 1], ``col_var`` of one [1, n], have the matrix's shape: loaded sharded
                 if isinstance(state.get(name), FlatDTensor):
                     state[name] = state[name].full_tensor()
             variance = state.get("variance")
