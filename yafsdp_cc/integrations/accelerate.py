@@ -1,7 +1,7 @@
 """Makes Accelerate leave a sharded model unwrapped, and save its shards.
 
-Otherwise an ``Accelerator`` on CPUs would wrap the model in ``DistributedDataParallel``. On GPUs, configured for FSDP2,
-it identifies parameters by their addresses, but all parameters of which a rank owns no element have the same one.
+By itself an ``Accelerator`` on CPUs would wrap the model in ``DistributedDataParallel``. One on GPUs, set up for FSDP2,
+tells parameters apart by their addresses, but all parameters of which a rank owns no element have the same address.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def accept_sharded(accelerator: Accelerator, model: nn.Module) -> Accelerator:
-    """Let ``accelerator`` treat ``model``, which ``yafsdp_cc.shard`` has sharded, as one of FSDP2; return the former.
+    """Let ``accelerator`` treat ``model``, which ``yafsdp_cc.shard`` has sharded, as FSDP2's; return ``accelerator``.
 
     ``prepare(model, optimizer, ...)`` then wraps nothing, ``save_state`` and ``load_state`` go through
     ``torch.distributed.checkpoint``, and ``get_state_dict`` gathers. An ``fsdp_plugin`` that the accelerator was made
@@ -40,12 +40,12 @@ def accept_sharded(accelerator: Accelerator, model: nn.Module) -> Accelerator:
         )
     if state.fsdp_plugin.fsdp_version != 2:
         raise ValueError("this Accelerator has a plugin for the first FSDP: leave fsdp_plugin out, or fsdp_version=2")
-    # set both: a data loader makes a new AcceleratorState, which copies the type from PartialState
+    # set the type of both states: a data loader makes a new AcceleratorState, which copies the type from PartialState
     state.distributed_type = PartialState().distributed_type = DistributedType.FSDP
 
     def prepare(*objects: Any) -> tuple[Any, ...]:
         prepared = [_prepare(accelerator, each) for each in objects]
-        # a second pass: schedulers look for their optimizer among the objects that the first has prepared
+        # a second pass: schedulers look for their optimizer among the objects that the first pass has prepared
         return tuple(each if isinstance(each, nn.Module) else accelerator._prepare_one(each) for each in prepared)
 
     accelerator._prepare_fsdp2 = prepare

@@ -25,8 +25,8 @@ def parallelize(
     """Apply torchtitan's activation checkpointing and compilation to a decoder, and shard it over ``dp_shard``.
 
     The arguments are those that torchtitan calls a ``parallelize_fn`` with. Gradients are summed over ranks, not
-    averaged: torchtitan's losses are divided by the tokens of all ranks. A model on the meta device is given its values
-    here, unit by unit, and not by the Trainer's later ``init_weights``, which would see only shards.
+    averaged: torchtitan's losses are divided by the tokens of all ranks. ``parallelize`` gives a model on the meta
+    device its values, unit by unit: the Trainer's later ``init_weights`` would see only shards.
 
     Raises:
         NotImplementedError: the configuration asks for another parallelism than ``data_parallel_shard_degree``, for
@@ -58,7 +58,7 @@ def parallelize(
         from torchtitan.distributed.compile import apply_compile
 
         apply_compile(model, compile_config=compile_config, parallel_dims=parallel_dims)
-    # units of their own: the Trainer calls the head by itself if it computes the loss in chunks
+    # embeddings and head are units of their own: a Trainer that computes the loss in chunks calls the head by itself
     ends = {"tok_embeddings", "lm_head"} & {name for name, _ in model.named_children()}
     shard(
         model,
@@ -76,7 +76,7 @@ def parallelize(
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
-    # the Trainer calls these two next, as if the model were still on the meta device
+    # the Trainer calls to_empty and init_weights next, as if the model were still on the meta device
     model.__dict__.update(to_empty=lambda **_: model, init_weights=lambda **_: None)
     return model
 

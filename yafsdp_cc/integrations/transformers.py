@@ -40,15 +40,15 @@ def accept_sharded_model(trainer: AnyTrainer) -> AnyTrainer:
             _run_together(model)
 
     _run_together(trainer.model)
-    # Label smoothing shifts the labels of models that it knows by this name, and no others.
+    # The Trainer's label smoothing shifts the labels of a model only if it knows what ``_get_name`` returns.
     trainer.model.__dict__["_get_name"] = functools.partial(str, class_of(trainer.model).__name__)
     trainer.add_callback(KeepGenerate())
     save = trainer.save_model
 
     def save_model(output_dir: str | None = None, _internal_call: bool = False) -> None:
         if _internal_call:
-            # Checkpoints get their folder only after ranks have compared which one is the best; if it did not exist
-            # yet, ranks could differ, and load parts of two at the end.
+            # The Trainer makes a checkpoint's folder only after its ranks have looked which checkpoint is the best.
+            # Without the folder ranks could find different ones, and load parts of two checkpoints at the end.
             os.makedirs(output_dir or trainer.args.output_dir, exist_ok=True)
         else:  # on a user's call the Trainer itself would silently write nothing
             trainer._save(output_dir, state_dict=trainer.accelerator.get_state_dict(trainer.model))
@@ -61,8 +61,8 @@ def accept_sharded_model(trainer: AnyTrainer) -> AnyTrainer:
 def _run_together(model: nn.Module) -> None:
     """Make ``generate`` and layers that are left out at random call the model's units equally often on every rank.
 
-    Transformers looks for this attribute: ``Seq2SeqTrainer`` and ``generate`` at the model's, and where layers are left
-    out, at that of the module around them. No unit has it, nor what is in one: torch.compile refuses such a module.
+    Transformers looks for ``MANAGED``: ``Seq2SeqTrainer`` and ``generate`` at the model, code that leaves out layers at
+    the module around these. Units and modules in units do not get it: torch.compile refuses modules with ``MANAGED``.
     """
     model.__dict__.pop("generate", None)
     units = {module for module in model.modules() if isinstance(module, ShardedModule)} - {model}
@@ -83,7 +83,7 @@ def metrics_callback(folder: str | Path, **options: Any) -> TrainerCallback:
 
     class WriteMetrics(TrainerCallback):  # type: ignore[misc]
         metrics: Metrics | None = None
-        """Metrics of the training that has begun; None before it, where ``evaluate`` logs, too."""
+        """Metrics of the training that has begun; None before ``train``, when ``evaluate`` may log already."""
 
         def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **_: Any) -> None:
             made = {"first_step": state.global_step, "total_steps": state.max_steps, "every": 0}

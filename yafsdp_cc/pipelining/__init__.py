@@ -1,7 +1,7 @@
 """Compressed sends between the stages of ``torch.distributed.pipelining``, for pipelines over slow links.
 
-``CompressedStage`` stands for torch's ``PipelineStage``, and ``prepare_schedule`` is called once on the schedule that
-runs it. The guide is docs/pipelines.md.
+``CompressedStage`` takes the place of torch's ``PipelineStage``, and ``prepare_schedule`` is called once on its
+schedule. The guide is docs/pipelines.md.
 """
 
 from yafsdp_cc.pipelining.embedding import TiedEmbedding as TiedEmbedding

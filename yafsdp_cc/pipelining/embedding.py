@@ -24,7 +24,7 @@ class TiedEmbedding:
         schedule.step(batch)
         embedding.sum_gradients()
 
-    Building it is a collective over the mesh, and sets the weights of all ranks to that of the first.
+    The constructor is a collective over ``mesh``, and sets the weight of all ranks that have one to the first rank's.
 
     Args:
         weight: the weight on ranks of the first and of the last stage; None on others.
@@ -50,7 +50,7 @@ class TiedEmbedding:
         self.weight = weight
         ends = ranks[..., [0, -1], :].reshape(-1, 2 * self._replicas).tolist()
         self.group: dist.ProcessGroup | None = dist.new_subgroups_by_enumeration(ends)[0]
-        """Ranks of the first and of the last stage; None on other ranks."""
+        """Process group of the ranks of the first and of the last stage; None on other ranks."""
         if (self.group is None) != (weight is None):
             raise ValueError(
                 "TiedEmbedding: ranks of the first and of the last stage have the weight, and no others: "

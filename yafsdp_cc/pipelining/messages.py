@@ -43,7 +43,7 @@ class SenderState:
         return self.residual.span(0, rows, n)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the residual and the factor, as far as there are any."""
+        """Return ``residual`` and ``right`` by name, each only if it is not None."""
         residual = None if self.residual is None else self.residual.values
         return {name: kept for name, kept in (("residual", residual), ("right", self.right)) if kept is not None}
 
@@ -71,7 +71,7 @@ class Encoding(ABC):
         Args:
             values: a tensor without a graph.
             message: ``message_bytes`` long.
-            state: state of the sender; error feedback adds its residual to ``values``, and stores in it what is lost.
+            state: state of the sender, whose residual error feedback adds to ``values`` and sets to the message's loss.
             seed: 32 bits for stochastic rounding, different for every message.
         """
 
@@ -81,7 +81,7 @@ class Encoding(ABC):
 
 
 class Exact(Encoding):
-    """The tensor's own bytes."""
+    """Messages that hold the bytes of the tensor as they are."""
 
     def message_bytes(self, shape: Sequence[int], dtype: torch.dtype) -> int:
         return math.prod(shape) * dtype.itemsize
@@ -96,11 +96,11 @@ class Exact(Encoding):
 Rounding: TypeAlias = Literal["stochastic", "scaled", "nearest"]
 """How the message x̂ of a block x is rounded:
 
-"stochastic": right on average, where the codec can round so, else to nearest
-"scaled": to nearest, and then with the scale by which ⟨x, x̂⟩ = ‖x‖²: what is lost is at right angles to x. Behind a
-    rotation that is drawn, x̂ is right on average (Vargaftik et al., "EDEN: Communication-Efficient and Robust
-    Distributed Mean Estimation for Federated Learning", 2022); that of ``rotate`` is fixed. For codecs whose numbers
-    are codes times the scale of their block (``Scaled``); others round to nearest
+"stochastic": at random, so that x̂ is x on average; codecs that cannot round so round to nearest
+"scaled": to nearest, and then with the scale by which ⟨x, x̂⟩ = ‖x‖²: the error x̂ − x is at right angles to x. After a
+    random rotation, x̂ is x on average (Vargaftik et al., "EDEN: Communication-Efficient and Robust Distributed Mean
+    Estimation for Federated Learning", 2022); the rotation of ``rotate`` is fixed. Only for ``Scaled`` codecs, whose
+    numbers are codes times the scale of their block; others round to nearest
 "nearest": the least that such a message can lose
 """
 
@@ -108,8 +108,8 @@ Rounding: TypeAlias = Literal["stochastic", "scaled", "nearest"]
 class Encoded(Encoding):
     """The messages of a codec, for the whole tensor or, with ``by_sample``, for each sample separately.
 
-    With error feedback it rounds to nearest, and needs ``by_sample`` where the number of samples changes from message
-    to message.
+    With error feedback an ``Encoded`` rounds to nearest, and needs ``by_sample`` where the number of samples changes
+    from message to message.
 
     Args:
         hadamard: rotate every block before it is encoded and back afterwards: outliers are spread over the block,
@@ -181,7 +181,7 @@ class Encoded(Encoding):
 
 
 class LowRank(Encoding):
-    """Two factors of the tensor as a matrix of its last dimension by all others, by one step of a power iteration.
+    """Messages of two factors of a tensor, a matrix [other dimensions, last one], by one step of a power iteration.
 
     With M = values + residual [m, n] and the Q of the last message (at first of random numbers):
 
@@ -215,7 +215,7 @@ class LowRank(Encoding):
         left, right = _factors(message, rows, rank)
         left.copy_(torch.linalg.qr(whole @ state.right).Q)
         right.copy_(whole.t() @ left.to(torch.float32))
-        # keep the last factor unless the new one is finite: it would never be finite again
+        # keep the last right factor unless the new one is finite: all factors after one that is not would be so, too
         fresh, finite = right.to(torch.float32), right.isfinite().all() & left.isfinite().all()
         state.right = torch.where(finite, torch.linalg.qr(torch.where(finite, fresh, state.right)).Q, state.right)
         right.masked_fill_(~finite, float("nan"))
@@ -246,7 +246,7 @@ def _factors(message: Tensor, rows: int, rank: int) -> tuple[Tensor, Tensor]:
 @cache
 @torch.no_grad()
 def relative_error(codec: str, block: int, rounding: Rounding) -> float:
-    """Return c = ‖x − Q(x)‖ / ‖x‖ of normal numbers x: 0.18 of int4 with stochastic rounding, 0.13 to nearest."""
+    """Return ‖x − Q(x)‖ / ‖x‖ of codec Q on normal numbers x: int4 has 0.18 by stochastic rounding, 0.13 to nearest."""
     made = codec_of(codec, block)
     noise = torch.Generator("cpu").manual_seed(0)
     values = torch.randn(1, 65_536, generator=noise, dtype=torch.float32, device="cpu")

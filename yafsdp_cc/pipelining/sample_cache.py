@@ -36,9 +36,9 @@ class Visit(NamedTuple):
 
     slots: list[int]
     seen: list[int]
-    """Rows of the micro-batch whose samples the cache has from an earlier one."""
+    """Rows of the micro-batch whose samples the cache has from an earlier micro-batch."""
     fresh: list[int]
-    """Rows of the other samples."""
+    """Rows of the micro-batch whose samples are new to the cache."""
     digest: Tensor
     """Checksums [DIGEST] uint8 that identify the samples' ids and the step."""
 
@@ -46,8 +46,8 @@ class Visit(NamedTuple):
 class SampleCache:
     """The cached activations on one side of a boundary, in host memory or in memory-mapped files.
 
-    When it is full, the sample that was used longest ago is dropped. Both sides of a boundary visit the same ids in the
-    same order, and so have the same samples in the same slots.
+    A full cache drops the sample that was used longest ago. Both sides of a boundary visit the same ids in the same
+    order, and so have the same samples in the same slots.
 
     While the stage computes, a thread reads activations for the next micro-batch and writes those of the last one, in
     the order of the micro-batches.
@@ -82,14 +82,14 @@ class SampleCache:
         self._thread = ThreadPoolExecutor(1, "sample-cache")
 
     def begin_step(self, micro_batches: list[list[int]], step: int) -> None:
-        """Assign slots to the samples of a step, whose number both sides know."""
+        """Assign slots to the samples of the step of number ``step``, which is the same on both sides."""
         self._visits = [self._visit(ids, step) for ids in micro_batches]
         self.differ.clear()
         self._before.clear()
         self._prefetch(0)
 
     def end_step(self) -> bool:
-        """Wait until all activations are written; return whether a message was about other samples."""
+        """Wait until all activations are written; return whether a message was about other samples than this side's."""
         for write in self._writes:
             write.result()
         self._writes.clear()
@@ -117,7 +117,7 @@ class SampleCache:
             self._values(int(place), kept.shape[1])[state["slots"]] = kept
 
     def known(self, chunk: int, place: int, elements: int) -> Tensor:
-        """Return the cached activations of the samples of a micro-batch that have any, [samples, elements] fp32."""
+        """Return the activations [samples, elements] fp32 of those samples of a micro-batch that are in the cache."""
         if (chunk, place) not in self._before:
             self._values(place, elements)
             self._read(chunk, place)
@@ -195,7 +195,7 @@ class SampleCache:
 class Changes(Encoding):
     """Messages of one tensor [samples, ...] of a micro-batch.
 
-    A message holds the changes of the samples that both sides have, then the other samples themselves, then a digest.
+    A message holds changes of the activations that both sides cache, then activations of new samples, then a digest.
     """
 
     def __init__(self, cache: SampleCache, chunk: int, place: int, visit: Visit) -> None:

@@ -35,9 +35,9 @@ def prepare_schedule(schedule: S) -> S:
         schedule: a schedule of ``torch.distributed.pipelining``, with ``CompressedStage``s.
 
     Raises:
-        TypeError: it is no schedule of torch, one of its stages is no ``CompressedStage``, or not the class for a
-            sharded, or for a plain, module.
-        NotImplementedError: ``epilogue_only`` needs the schedule's actions, which it does not have.
+        TypeError: ``schedule`` is none of torch's, one of its stages is no ``CompressedStage``, or a stage's class is
+            for plain modules and its module sharded, or the reverse.
+        NotImplementedError: ``epilogue_only`` needs a ``pipeline_order``, and the schedule has none.
         ValueError: stages have different settings; on all ranks.
         RuntimeError: one of these was raised on another rank.
     """

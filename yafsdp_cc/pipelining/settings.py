@@ -30,8 +30,8 @@ class StageCompression:
         backward: name of the codec of their gradients, or "powersgd"; None: they are sent exactly.
         forward_delta: encode the change of each sample's activation since it was sent last, rather than the activation
             (AQ-SGD). ``schedule.step`` then takes ``sample_ids``.
-        cache_samples: number of samples whose activation both sides of a boundary cache: those of the data set. If
-            there are more, the one used longest ago is dropped, and sent exactly when it comes again.
+        cache_samples: number of samples whose activation both sides of a boundary cache: as many as the data set has.
+            For a further one, that used longest ago is dropped, and sent exactly when it comes again.
         cache_dtype: dtype of cached activations, and of those sent for new samples: bfloat16, float16 or float32.
         cache_folder: an existing folder for memory-mapped files, one for each boundary and side; None: host memory.
         error_feedback: add what a gradient's message loses to the message of the next micro-batch (lazy error
@@ -108,8 +108,8 @@ class StageCompression:
     def of_changes(self) -> Encoding:
         """Return the encoding of changes of samples' activations.
 
-        It rounds without bias, as AQ-SGD's analysis requires (with ``hadamard``, without bias along the change). If
-        that would lose too much, it rounds to nearest, and what is lost is part of the next change.
+        The encoding rounds without bias, as AQ-SGD's analysis requires (with ``hadamard``, without bias along the
+        change). A codec that would lose too much so rounds to nearest, and its loss is part of the next change.
         """
         rounding = self._rounding
         if self.forward is not None and relative_error(self.forward, self.block, rounding) >= LARGEST_ERROR:
@@ -127,7 +127,7 @@ class StageCompression:
         return self._encoding(self.backward, self._rounding, by_sample=self.error_feedback)
 
     def residual_numel(self, shape: Sequence[int]) -> int:
-        """Return the elements of the residual of gradients [samples, ...]."""
+        """Return the number of elements of the residual for gradients of ``shape`` [samples, ...]."""
         each = math.prod(shape[1:])
         return shape[0] * (each if self.backward == LOW_RANK else -(-each // self.block) * self.block)
 

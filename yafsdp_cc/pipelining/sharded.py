@@ -27,7 +27,7 @@ class ShardedStage(PipelineStage):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.dw_builder = lambda: lambda: None  # torch's stage computes gradients of weights later by what this returns
+        self.dw_builder = lambda: lambda: None  # returns what torch calls for gradients of weights: nothing is left
         self._backwards = 0
 
     def clear_runtime_states(self) -> None:
@@ -40,7 +40,7 @@ class ShardedStage(PipelineStage):
     ) -> tuple[tuple[Tensor | None, ...], None]:
         """Run the whole backward of one micro-batch, and reduce the sum of gradients if it is the last of the step."""
         check_sharded(self.submod)
-        # count here: ``last_backward`` tells of gradients of weights, which a schedule may compute later
+        # count backwards: ``last_backward`` marks the last gradients of weights, which a schedule may compute later
         self._backwards += 1
         for spec in specs_below(self.submod):
             spec.settings.requires_gradient_sync = self._backwards == self.chunks

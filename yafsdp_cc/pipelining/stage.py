@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 _TORCH = "2.13"
-"""Version of torch whose stages and schedules have the private methods and attributes that are used here."""
+"""Version of torch whose stages and schedules have the private methods and attributes that this module uses."""
 
 
 def check_torch(version: str = torch.__version__) -> None:
-    """Raise a ``RuntimeError`` if torch may have other private methods than those that are overridden."""
+    """Raise a ``RuntimeError`` if torch may have other private methods than ``CompressedStage`` overrides."""
     if not version.startswith(f"{_TORCH}."):
         raise RuntimeError(
             "CompressedStage replaces private methods of torch.distributed.pipelining, which differ between versions. "
@@ -51,7 +51,7 @@ class _Arriving(NamedTuple):
 class CompressedStage(PipelineStage):
     """A ``PipelineStage`` that compresses activations and their gradients on the way to its neighbours.
 
-    Call ``prepare_schedule`` once on the schedule that runs it. Only training is compressed: ``schedule.eval`` sends
+    Call ``prepare_schedule`` once on the stage's schedule. Only training is compressed: ``schedule.eval`` sends
     activations exactly. Tensors that are not floating-point are always sent exactly, and so are those to a stage on the
     same rank.
 
@@ -155,7 +155,7 @@ class CompressedStage(PipelineStage):
     def state_dict(self, *, cache: bool = True) -> dict[str, Any]:
         """Return the state that the stage keeps from step to step: residuals, factors, and the caches of its samples.
 
-        Save it on every rank, and load it on the same stage.
+        Save this state on every rank, and load it on the same stage.
 
         Args:
             cache: whether to include the samples' activations. Without, all are sent exactly once more after loading.
@@ -281,7 +281,7 @@ class CompressedStage(PipelineStage):
         return ops
 
     def _sender_of(self, direction: str) -> int:
-        """Return the stage that messages come from."""
+        """Return the index of the stage that sends this stage the messages of a ``direction``."""
         return self.stage_index + (1 if direction == "backward" else -1)
 
     def _encoding(self, direction: str, sender: int, chunk: int, place: int, dtype: torch.dtype) -> Encoding:
@@ -293,7 +293,7 @@ class CompressedStage(PipelineStage):
         return self._activations if cache is None else cache.changes(chunk, place)
 
     def _shape(self, chunk: int, planned: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of a tensor of any micro-batch; torch knows that of the first one."""
+        """Return a tensor's shape in micro-batch ``chunk``, from its shape in the first one, ``planned`` by torch."""
         if self._rows is None or not planned:
             return tuple(planned)
         return (self._rows[chunk], *planned[1:])
@@ -303,7 +303,7 @@ class CompressedStage(PipelineStage):
         return self._senders.setdefault((direction, place), SenderState(feedback))
 
     def _empty_caches(self) -> dict[str, SampleCache]:
-        """Return the cache of each side, "input" and "output", that has a boundary."""
+        """Return an empty cache for each side of the stage, "input" and "output", that has a boundary."""
         asked, caches = self.compression, {}
         for side, is_end in (("input", self.is_first), ("output", self.is_last)):
             if asked.cache_samples is not None and not is_end:
@@ -320,5 +320,5 @@ class CompressedStage(PipelineStage):
 class CompressedShardedStage(CompressedStage, ShardedStage):
     """A ``CompressedStage`` for a module that ``yafsdp_cc.shard`` has sharded.
 
-    As ``integrations.pipelining.ShardedStage``, it reduces gradients once, in the last backward of a step.
+    Like ``integrations.pipelining.ShardedStage``, this class reduces gradients once, in the last backward of a step.
     """

@@ -1,4 +1,4 @@
-"""When each stage of a pipeline has computed, how long its gradients' sum takes, and which sums are worth encoding."""
+"""When each stage of a pipeline is done, how long the sum of its gradients takes, and which sums are worth encoding."""
 
 from __future__ import annotations
 
@@ -85,15 +85,15 @@ def stages_to_compress(
 ) -> frozenset[int]:
     """Return the stages whose data-parallel gradients are worth encoding: those that finish last (selective stages).
 
-    No step is shorter than the latest stage with its reduce encoded. A stage whose exact reduce is over by then need
-    not be encoded, and the others are. In 1F1B those are the first stages, which finish their backward last.
+    No step is shorter than the last backward and an encoded reduce after it. A stage whose exact reduce is over by then
+    need not be encoded, and all others are: in 1F1B the first stages, which finish their backward last.
 
         chosen = stages_to_compress(schedule.pipeline_order, StageSeconds(0.1, 0.2), exact_reduce=1.0, ...)
         yafsdp_cc.shard(part, compression="int8" if place in chosen else None)
 
     Args:
         exact_reduce: seconds of any stage's exact reduce over its data-parallel ranks, calculated or measured.
-        encoded_reduce: the same of an encoded reduce.
+        encoded_reduce: seconds of any stage's encoded reduce.
 
     Source: Song et al., "Optimus-CC", 2023 (selective stage compression), who choose a share of the stages by hand.
     """
@@ -103,7 +103,7 @@ def stages_to_compress(
 
 
 _TRIAL = 1 << 20
-"""Number of elements that the measurement encodes, at most."""
+"""Largest number of elements that ``measure_reduces`` encodes to time a codec."""
 
 
 class ReduceSeconds(NamedTuple):

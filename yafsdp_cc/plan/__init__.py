@@ -1,6 +1,6 @@
 """The plan of a sharded model: what is gathered together, and what it costs; printable before the first step.
 
-``report`` is the plan and its tables; ``memory`` fills it from an engine.
+``report`` has ``Plan`` and its printed tables; ``memory`` makes the ``Plan`` of an engine.
 """
 
 from yafsdp_cc.plan.report import Plan

@@ -21,7 +21,7 @@ WIDTH = 100
 
 @dataclass(frozen=True)
 class PlannedUnit:
-    """One unit. ``parameters`` and ``trainable`` count tensors; ``padded`` is its flat parameter, in elements."""
+    """One unit of a plan. ``parameters`` and ``trainable`` count tensors; ``padded`` counts elements with padding."""
 
     name: str
     role: Role
@@ -31,7 +31,7 @@ class PlannedUnit:
     padded: int
     dtypes: tuple[str, ...]
     buffer: int
-    """Index of the assigned weight buffer among those of its role."""
+    """Index of the unit's weight buffer among the weight buffers of its role."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ class PlannedReplicated:
 
 @dataclass(frozen=True)
 class PlannedDtypes:
-    """The dtypes of some parameters, and how many tensors these are. The optimizer updates ``parameters``, the forward
-    computes in ``forward``; ``gathered`` and ``reduced`` are sent: dtypes, names of codecs, or "none"."""
+    """Dtypes that a number of ``tensors`` share: the optimizer updates parameters of dtype ``parameters``, the forward
+    computes in ``forward``, gathers send ``gathered`` and reduces ``reduced`` (dtypes, names of codecs, or "none")."""
 
     tensors: int
     parameters: str
@@ -87,13 +87,13 @@ class PlannedCommunication:
     reduce: int
     replicated: int
     replicas: int = 0
-    """Bytes to sum the ranks' partial sums over replicas."""
+    """Bytes to sum the gradients of this rank's shard over the replicas of the model."""
     secondary: int = 0
-    """Bytes among those of the gathers that come from secondary shards, and stay among the ranks that share one."""
+    """Bytes of ``gather_backward`` that come from secondary shards: only the ranks that share one send them."""
 
     @property
     def sent(self) -> dict[str, int]:
-        """Bytes by name of the collective."""
+        """Bytes that one rank sends in one step, by name of the collective."""
         return {name.replace("_", ", "): size for name, size in asdict(self).items() if name != "secondary"}
 
     @property
@@ -113,7 +113,7 @@ class PlannedHost:
 
     @property
     def memory(self) -> dict[str, int]:
-        """Bytes by name of the kind of memory, without the optimizer's state."""
+        """Bytes of host memory by name of what they hold, without the optimizer's state."""
         return {
             "parameter shards": self.parameters,
             "gradient shards": self.gradients,
@@ -123,7 +123,7 @@ class PlannedHost:
 
 @dataclass(frozen=True)
 class PlannedOwner:
-    """The matrices that one rank of a shard owns; a stack counts once."""
+    """The matrices that one rank of a shard owns; a parameter that is a stack of matrices counts once."""
 
     rank: int
     matrices: tuple[str, ...]
@@ -134,7 +134,7 @@ class PlannedOwner:
 
 @dataclass(frozen=True)
 class PlannedArgument:
-    """An argument that is not a default, or a setting of a run file in its place, and where it comes from."""
+    """An argument that the script, a run file, the environment or the command line gave, and which of them did."""
 
     name: str
     value: str
@@ -184,14 +184,14 @@ class Plan:
     dtypes: tuple[PlannedDtypes, ...] = ()
     """Dtypes of parameters, of the forward, and of what is sent."""
     snapshot_bytes: int = 0
-    """Bytes of this rank's part of a snapshot by ``Rescue``, with AdamW's state: one copy is on the host, and up to
-    four are in the node's memory, of this rank and of that whose buddy it is."""
+    """Bytes of this rank's part of a snapshot by ``Rescue``, with AdamW's state. Host memory holds one copy, and the
+    node's /dev/shm up to four: two of this rank's part and two of that of the rank whose buddy this rank is."""
     whole_elements: int = 0
     """Elements of the whole model, including parts that tensor or expert parallelism puts on other ranks."""
 
     @property
     def parameters(self) -> int:
-        """Number of tensors in all units and among the replicated ones."""
+        """Number of parameters of all units and of replicated parameters, as tensors."""
         return sum(unit.parameters for unit in self.units) + self.replicated.parameters
 
     @property
@@ -223,7 +223,7 @@ class Plan:
 
     @property
     def owned_bytes(self) -> int:
-        """Bytes the engine allocates on this rank's device: all of ``memory``, so without the optimizer's."""
+        """Bytes the engine allocates on this rank's device: the sum of ``memory``, without the optimizer's state."""
         return sum(self.memory.values())
 
     @property
@@ -299,7 +299,7 @@ def _unit_rows(units: Sequence[PlannedUnit], replicated: PlannedReplicated) -> I
 
 
 def _run_name(names: Sequence[str]) -> str:
-    """Return one name for adjacent units, ``model.layers.0 ... 23 x24``: the last one reduced to where it differs."""
+    """Return one name for adjacent units, ``model.layers.0 ... 23 x24``: of the last unit's name only what differs."""
     if len(names) == 1:
         return names[0]
     first, last = names[0].split("."), names[-1].split(".")

@@ -1,5 +1,5 @@
-"""Stochastic Gradient Push: in every step each replica gives half of its weights to one other; there is no sum over
-all.
+"""Stochastic Gradient Push: in every step each replica gives half of its weights to one other replica; no sum runs over
+all replicas.
 
 Replica i of n has biased weights x and a push-sum weight w, 1 at first. The model shows z = x / w. In step k:
 
@@ -64,9 +64,9 @@ _HEADER_TAG, _DATA_TAG = 3, 4
 _NO_STEP = -1
 """Value in place of a step's number from a replica that makes no more steps before all replicas meet."""
 _COUNTED = 1 << 20
-"""Steps are counted modulo this in headers, which are fp32."""
+"""Number modulo which the headers of messages count steps, as headers are fp32."""
 _ROUNDING = 1e-3
-"""Largest deviation of the mean push-sum weight from 1 by rounding; a lost message causes more, up to 250 replicas."""
+"""Largest rounding error of the mean push-sum weight, 1; in up to 250 replicas a lost message changes it by more."""
 _MOST_LOST = 1 / 32
 """Largest share of a message, as ``lost_share`` measures it, that a codec may lose."""
 
@@ -80,8 +80,8 @@ class Gossip(ReplicaSync):
     replica's own. Every replica must call ``optimizer.step()`` equally often: a slow one delays the one that it sends
     to, in the same step with ``overlap=0`` and in the next one with ``overlap=1``.
 
-    Buffers, for each element of a shard, in bytes: exact, 12 (biased weights, a message there and back); encoded, 8
-    (biased weights and a scratch buffer), 8 for each edge of a rank (⌈log₂ n⌉), and messages.
+    Buffers take, for each element of a shard: with exact messages 12 bytes (biased weights, a sent and a received
+    message); with a codec 8 (biased weights, scratch), 8 for each of the rank's ⌈log₂ n⌉ edges, and messages.
 
     Args:
         graph: who sends to whom: ``"exponential"``, or ``"ring"``, always to the next replica, where links to others
@@ -90,7 +90,7 @@ class Gossip(ReplicaSync):
         codec: codec of messages (``"int8"``, ``"int4"``, ...), which hold differences; None: exact, in fp32.
 
     Raises:
-        ValueError: an argument has another value, or the codec loses too much for this number of replicas.
+        ValueError: there is no such ``graph``, ``overlap`` or ``codec``, or the codec loses too much for the replicas.
     """
 
     def __init__(

@@ -2,23 +2,23 @@
 
 Rounds are numbered in a store that all replicas reach (``torch.distributed.TCPStore``). Each round has four phases:
 
-    arrive    every rank of a replica adds itself to the round; a replica is there when all its ranks are
-    fix       once all of the round before are there, or ``deadline`` seconds after the first of them: whoever sees
-              this first writes down the members, by compare-and-set
-    exchange  over a gloo group of the members, a new one where they are others than before. A member that was not in
-              the round before (a new one, or one that came too late) takes weights and outer momentum from one that
-              was, and adds nothing
-    vote      every rank whose exchange worked adds a vote; the last one writes "commit". One whose exchange failed, or
-              that has waited ``deadline`` seconds for the other votes, writes "void". Both by compare-and-set, so all
-              see the same. Nothing is changed before the vote. A void round is repeated from the arrival on, without
-              newcomers: the outer gradients are still there, and whoever is dead does not arrive
+    arrive    every rank of a replica adds itself to the round; a replica has arrived when all its ranks have
+    fix       once all members of the last round have arrived, or ``deadline`` seconds after the first of them: the
+              rank that sees this first writes the new members to the store, by compare-and-set
+    exchange  over a gloo group of the members, a new group where the members have changed. A member that was not in
+              the last round (a newcomer, or a replica that came too late) takes weights and outer momentum from one
+              that was, and adds no outer gradient
+    vote      every rank whose exchange worked adds a vote; the last one writes "commit". A rank whose exchange failed,
+              or that has waited ``deadline`` seconds for the other votes, writes "void". Both by compare-and-set, so
+              that all ranks see the same outcome. Nothing is changed before the vote. A void round is repeated from the
+              arrival on, without newcomers: members still have their outer gradients, and dead ones do not arrive
 
-So a replica that is killed costs the others one deadline, once; one that stalls at most three: until it comes, until
-its exchange is given up, and until it is not waited for again. If the store's host dies, no replica can continue: it
-should be none of the replicas.
+A replica that is killed costs the others one ``deadline``, once. A replica that stalls costs at most three: the others
+wait for its arrival, for its part of the exchange, and for its arrival in the repeated round. If the store's host
+dies, no replica can continue: no replica should host the store.
 
-torchft (0.2 was tried) is no substitute: its vote is one within a replica, so that where a peer dies in the middle of a
-sum a survivor may have to discard its weights, and its rounds have no deadline for those who were in the last one.
+torchft (0.2 was tried) is no substitute: its ranks vote within a replica only, so that a survivor may have to discard
+its weights where a peer dies in the middle of a sum, and its rounds wait for members of the last one with no deadline.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ class Membership:
         self._place = (0, 0)
         """Number of the present round, and how often it was void."""
         self._last: _Members | None = None
-        """Members of the last round that counted."""
+        """Members of the last round whose outcome was "commit"."""
         self._members: _Members
         """Members of the present round."""
         self._group = ""
@@ -172,12 +172,12 @@ class Membership:
 
     @property
     def replicas(self) -> list[str]:
-        """The members of the last round that counted: each replica's name, followed by a unique suffix."""
+        """The members of the last committed round: each replica's name, followed by a unique suffix."""
         return [] if self._last is None else self._last.replicas
 
     @property
     def contributors(self) -> list[str]:
-        """The members, of the last round that counted, whose outer gradients were in its mean."""
+        """The members of the last committed round whose outer gradients were in the mean of that round."""
         return [] if self._last is None else [self._last.replicas[place] for place in self._last.contributors]
 
     def join(self, settings: Sequence[str]) -> None:
@@ -208,7 +208,7 @@ class Membership:
             self._place = self._record(_PLACE, "last")
 
     def leave(self) -> None:
-        """Tell the others not to wait for this replica any more. Call it between rounds, on one of its ranks or all."""
+        """Tell other replicas not to wait for this one any more. Call it between rounds, on one of its ranks or all."""
         self._ask(lambda store: store.set(f"left/{self._replica}", ""))
 
     def open(self, task: Task) -> Round:
@@ -227,7 +227,7 @@ class Membership:
             return Round(comm, members.task, members.contributors, members.transfers, members.source, members.replicas)
 
     def close(self, error: RuntimeError | None) -> bool:
-        """Return whether the round counts, on all members alike, after this rank's exchange worked or failed."""
+        """Vote on the round after this rank's exchange worked, or failed by ``error``; return whether all commit it."""
         members = self._members
         votes = not members.contributors or members.replicas.index(self._replica) in members.contributors
         if error is not None:

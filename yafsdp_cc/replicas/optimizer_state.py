@@ -84,7 +84,7 @@ def write_state(parameters: Parameters, optimizer: Optimizer, values: Sequence[S
             own[key] = torch.zeros_like(parameter, requires_grad=False)
         if isinstance(own.get(key), Tensor):
             local_of(own[key]).copy_(value)
-        else:  # other parameters' values tell the device: numbers of steps may be in host memory
+        else:  # put it where other parameters have that value: numbers of steps may be in host memory
             kept = (state[key] for state in optimizer.state.values() if isinstance(state.get(key), Tensor))
             device = next((each.device for each in kept), None)
             own[key] = value.to(device) if isinstance(value, Tensor) and device is not None else value
@@ -132,7 +132,7 @@ def _is_like(value: Any, parameter: nn.Parameter) -> bool:
 
 
 def _fits(value: Any, own: Any, parameter: nn.Parameter) -> bool:
-    """Return whether another replica's ``value`` has the form of ``own``; any value has where ``own`` is None."""
+    """Return whether another replica's ``value`` has the type and shape of ``own``; True where ``own`` is None."""
     if own is None:
         return True
     if value is None or _is_like(own, parameter):

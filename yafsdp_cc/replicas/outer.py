@@ -126,7 +126,7 @@ class Outer(ReplicaSync):
         self._left = sync_steps
         """Number of synchronous steps to come."""
         self._total: LocalBuffer | None = None
-        """Sum of the gradients over replicas in a synchronous step; None before and after them."""
+        """Sum of the gradients over replicas in synchronous steps; None before and after these steps."""
         self._moved = False
         """Whether there were local steps since the last ``finish``."""
         self._made = 0
@@ -313,7 +313,7 @@ class Outer(ReplicaSync):
                 torch.div(exchange.buffers[n], len(current.contributors), out=delta)
             else:
                 delta.zero_()
-                for sender in current.contributors:  # all messages at once would need a buffer for each
+                for sender in current.contributors:  # decoding all at once would need a buffer for each message
                     message = exchange.buffers[n].narrow(0, sender, 1)
                     error_feedback.decode_sum(self._codec, message, fragment.numel, delta, 0, delta)
                 fragment.delta.zero_padding()
@@ -362,7 +362,7 @@ class Outer(ReplicaSync):
         self._exchange(Task(moved, True))
         for each in self._fragments:
             each.adopt()
-        self._begin()  # a round starts from the weights, to which half precision has rounded the outer weights
+        self._begin()  # the next round starts from the parameters: outer weights, but rounded to half precision
 
     def _mean_residuals(self, current: Round) -> list[Tensor]:
         """Return the mean over replicas of each fragment's residual. A collective."""
@@ -437,8 +437,8 @@ class _Fragment:
         self.parameters, self._codec = parameters, codec
         block = 1 if codec is None else codec.block
         like = self.weights
-        # Each parameter begins with a block of its own: those that all ranks of a replica hold must be encoded alike on
-        # these ranks.
+        # Each parameter begins with a block of its own: a parameter that all ranks of a replica hold must be encoded
+        # alike on these ranks.
         self.outer, self.delta = LocalBuffer(like, block, place), LocalBuffer(like, block, place)
         self.numel = self.outer.data.numel()
         self.momentum = LocalBuffer(like, block, place) if has_momentum else None
@@ -481,7 +481,7 @@ class _Fragment:
         self.outer.data.sub_(delta, alpha=lr)
 
     def adopt(self, mix: float = 0.0) -> None:
-        """Set the weights to the outer weights, mixed with a share of themselves."""
+        """Set the weights to a mean of the outer weights and, with the share ``mix``, of these weights themselves."""
         outer, weights = self.outer.views, self.weights
         if mix:
             own = [each.to(device=found.device, dtype=found.dtype) for each, found in zip(weights, outer, strict=True)]
@@ -490,7 +490,7 @@ class _Fragment:
 
 
 def _runs(parameters: Sequence[nn.Parameter], count: int) -> Iterator[list[nn.Parameter]]:
-    """Yield runs of adjacent parameters of about a ``count``-th of all elements; fewer if some are too large."""
+    """Yield ``count`` runs of adjacent parameters with about as many elements; fewer if some parameters are large."""
     sizes = [each.numel() for each in parameters]
     middles = [after - size / 2 for after, size in zip(accumulate(sizes), sizes, strict=True)]
     places = [int(count * middle / max(sum(sizes), 1)) for middle in middles]

@@ -5,9 +5,9 @@
     optimizer                                 weights ← step(weights, G);  start the sum of g
                                               predicted ← step(weights, g), of which only the weights are kept
 
-The sum of a step has until the end of the next one, at the bytes of synchronous training. All replicas commit the same
-sums to the same weights, and so keep the same optimizer state. With one replica G is g, and training is synchronous but
-for the last gradient, which ``finish`` commits.
+The sum of a step may take until the end of the next step, and sends as many bytes as in synchronous training. Replicas
+all commit the same sums to the same weights, and so keep the same optimizer state. With one replica G is g, and
+training is synchronous but for the last gradient, which ``finish`` commits.
 
 ``half_batches`` predicts from the sum of one half of a batch while that of the other half is on its way, so that all
 replicas predict the same weights. A step of the optimizer is two calls, A and B:
@@ -17,7 +17,7 @@ replicas predict the same weights. A step of the optimizer is two calls, A and B
     call B   gradient b of step t at weights;           wait for the sum GA of step t;    start the sum of b
              predicted ← step(weights, GA): shown
 
-A sum has until the end of the next half batch, and a step sends twice the bytes.
+A sum may take until the end of the next half batch, and a step sends twice the bytes.
 
 Source: OD-SGD (Xu et al., 2020, section 3: local update with the own gradient while the global one is on its way), here
 with any optimizer, shards and encoded sums. ACCO: Accumulate While You Communicate (Nabli et al., 2024, section 3).
@@ -58,7 +58,7 @@ _COUNTER = 2
 """Number of entries of the flags before those of parameters: the step's number and its square, whose sums show whether
 replicas are at the same step."""
 _COUNTED = 64
-"""Steps are counted modulo this: sums of squares stay exact in fp32 for up to 4,096 replicas."""
+"""Number modulo which flags count steps: sums of squares stay exact in fp32 for up to 4,096 replicas."""
 _NO_STEP = _COUNTED
 """Value in place of a step's number, from a rank that compares the number of steps made."""
 _RESIDUAL = "residual"
@@ -75,7 +75,7 @@ class _Step:
 
 
 class Overlap(ReplicaSync):
-    """Run the sum over replicas during the next step, at predicted weights (local prediction).
+    """Sum gradients over replicas during the next step, which computes at predicted weights (local prediction).
 
     The loop stays as it is: ``loss.backward()``, ``optimizer.step()``. ``.grad`` is the replica's own mean gradient,
     which ``clip_grad_norm_`` clips. Between steps parameters have predicted values. ``synchronize_replicas``, ``save``
@@ -182,7 +182,7 @@ class Overlap(ReplicaSync):
         self._stream.issue(self._flags_handle, lambda async_op: self.comm.all_reduce(self._flags, async_op))
 
     def _issue(self, async_op: bool) -> Works:
-        """Start the sum: encoded, all ranks decode the same messages in rank order, so that they hold the same bits."""
+        """Start the sum. With a codec all ranks decode the same messages in rank order, and so hold the same bits."""
         if self._codec is None:
             return self.comm.all_reduce(self._total.data, async_op)
         own = self._messages.narrow(0, self.comm.rank, 1)
@@ -257,7 +257,7 @@ class Overlap(ReplicaSync):
         torch._foreach_copy_(self.locals(), self._committed)
 
     def _predict(self, optimizer: Optimizer) -> None:
-        """Make a step of which only the weights are kept, with ``.grad`` or the sum of the first half."""
+        """Make an optimizer step with ``.grad`` or the sum of the first half, and keep only the weights it makes."""
         first, members = self._first, list(self.parameters.values())
         for part in runs_of(members):
             run = members[part]
@@ -332,7 +332,7 @@ class Overlap(ReplicaSync):
 
 
 def _step_on(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
-    """Run the optimizer's own step on those of these parameters that have a ``.grad``, without hooks."""
+    """Run the optimizer's own step, without hooks, on those of ``parameters`` that have a ``.grad``."""
     chosen = set(parameters)
     groups = optimizer.param_groups
     optimizer.param_groups = [{**each, "params": [p for p in each["params"] if p in chosen]} for each in groups]

@@ -33,7 +33,7 @@ def encoded(value: Any) -> Tensor:
     """Return ``value`` as [n] uint8 on the CPU.
 
     Raises:
-        TypeError: it contains other things than tensors, plain values, lists, tuples and dicts.
+        TypeError: ``value`` contains other things than tensors, plain values, lists, tuples and dicts.
     """
     tensors: list[Tensor] = []
     head = json.dumps(_described(value, tensors)).encode()
@@ -59,7 +59,7 @@ def decoded(message: Tensor) -> Any:
     """Decode the result of ``encoded``.
 
     Raises:
-        ValueError: the bytes are not such a result.
+        ValueError: the bytes of ``message`` are no result of ``encoded``.
     """
     try:
         end = _PREFIX + int.from_bytes(bytes(message[:_PREFIX].tolist()), "little")

@@ -49,8 +49,8 @@ _REFUSED = (LBFGS, MatrixOptimizer, OneBitOptimizer)
 class _Bound(NamedTuple):
     """Attribute of the parameters of a model whose replicas are synchronized.
 
-    It is no dictionary by parameter: a ``ReplicaSync``, which would be a value in it, refers to the parameters, and so
-    they would never be freed.
+    A dictionary from parameters to their ``ReplicaSync`` would never free parameters, as a ``ReplicaSync`` refers to
+    them.
     """
 
     sync: ReplicaSync | None
@@ -85,7 +85,7 @@ class ReplicaSync(ABC):
     finishes_alone: ClassVar[bool] = False
     """Whether ``finish`` issues no collective, so that state dicts may call it."""
     writes_weights: ClassVar[bool] = True
-    """Whether weights are written in every step, beside the optimizer's own writes."""
+    """Whether the ``ReplicaSync`` writes weights in every step, beside the optimizer's own writes."""
 
     def __init__(self) -> None:
         self.parameters: dict[str, nn.Parameter] = {}
@@ -128,7 +128,7 @@ class ReplicaSync(ABC):
         """Return the bytes of this object's buffers by name, for the memory plan: also of those that a step makes."""
 
     def prepare(self) -> None:
-        """Make buffers. ``parameters`` and ``comm`` are set, and all replicas hold the same weights."""
+        """Make buffers, after ``parameters`` and ``comm`` were set and all replicas have the same weights."""
 
     def state(self) -> Mapping[str, Sequence[Tensor]]:
         """Return the state to save beside model and optimizer, by name: a tensor like each of ``locals()``, in their
@@ -246,8 +246,8 @@ class ReplicaSync(ABC):
 def join_replicas(model: nn.Module, mesh: DeviceMesh | None, sync: ReplicaSync) -> None:
     """Synchronize the replicas of a model by a ``ReplicaSync`` instead of a sum in every backward. A collective.
 
-    ``shard(model, mesh=mesh, sync=...)`` does it by itself. After ``fully_shard`` with ``mesh["shard"]``, or for plain
-    models on single ranks, call this, before the optimizer's first step.
+    ``shard(model, mesh=mesh, sync=...)`` calls ``join_replicas`` by itself. After ``fully_shard`` with
+    ``mesh["shard"]``, or for plain models on single ranks, call it before the optimizer's first step.
 
     Args:
         model: this rank's model, plain or sharded across the ranks of its replica. It gets the first replica's weights.
@@ -413,7 +413,7 @@ class LocalBuffer:
     """A flat fp32 buffer with room for this rank's elements of each of some tensors.
 
     Args:
-        align: elements that each part begins at a multiple of; gaps are zero.
+        align: number of elements at whose multiples the tensors' parts begin; gaps are zero.
         device: device of the buffer; None: that of the tensors.
     """
 

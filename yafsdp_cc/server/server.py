@@ -66,8 +66,8 @@ class ParameterServer:
             is synchronous training, with the sum of all gradients.
         codec: codec of pushed gradients, such as "int8", with error feedback (fp32); None: exact. Pulls are exact.
         timeout: seconds to wait for the slowest rank, or for an answer.
-        settings: ``delay_compensation``, ``adaptive``, ``mean_square_decay``, ``lr_lambda`` of ``ServerShard``; the
-            optimizer's, as ``lr``.
+        settings: ``delay_compensation``, ``adaptive``, ``mean_square_decay``, ``lr_lambda`` of ``ServerShard``, and
+            arguments of the optimizer, such as ``lr``.
 
     Raises:
         ValueError: nothing to train, several dtypes, a sharded model, an argument that ``ServerShard`` refuses, or
@@ -93,7 +93,7 @@ class ParameterServer:
         self._peers = [rank for rank in range(world) if rank != self._rank]
         self._timeout = timedelta(seconds=timeout)
         self._group: Any = dist.new_group(backend="gloo", timeout=self._timeout)
-        # lr_lambda is left out: functions of two processes never compare equal
+        # ranks do not compare lr_lambda: functions of two processes never compare equal
         alike = {name: value for name, value in settings.items() if name != "lr_lambda"}
         alike |= {"optimizer": optimizer, "max_staleness": max_staleness, "codec": codec}
         alike["shapes of parameters"] = [(list(param.shape), param.dtype) for param in self._params]
@@ -147,7 +147,7 @@ class ParameterServer:
         """Send the gradients to the ranks that serve their shards, and clear them. A gradient of None counts as zeros.
 
         Raises:
-            RuntimeError: there was no ``pull`` since the last push; or as ``pull``.
+            RuntimeError: there was no ``pull`` since the last push, or another rank has ended or hangs.
         """
         if not self._has_pulled:
             raise RuntimeError("push() without pull(): a gradient belongs to the weights that were pulled before it")
@@ -184,7 +184,7 @@ class ParameterServer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """Close; after an error, tell the other ranks of it instead."""
+        """Close the server; after an error in the block, tell the other ranks of the error instead."""
         try:
             if kind is None:
                 self.close()
@@ -264,11 +264,11 @@ class ParameterServer:
             raise self._error(f"rank {peer} has ended without close(), or does not answer: see its output") from error
 
     def _error(self, reason: str) -> RuntimeError:
-        """Return the error, with the first reason that any rank has given, and break this rank's connections: then the
-        others fail, too."""
+        """Return the error, with the first reason that any rank has given, and break this rank's connections, so that
+        the other ranks fail, too."""
         with self._changed:
             if not self._failure and self._peers:
-                with suppress(RuntimeError):  # the store may have ended with its rank
+                with suppress(RuntimeError):  # the rank that hosts the store may have ended
                     reason = self._store.compare_set(self._key, "", reason).decode()
                 self._failure = reason
                 self._changed.notify_all()
@@ -279,7 +279,7 @@ class ParameterServer:
                     work.wait(timedelta(milliseconds=1))
         return RuntimeError(f"parameter server: {self._failure}")
 
-    # The server: in the threads of peers, and in the worker's own for its own shard ----------------------------------
+    # The server: runs in one thread per peer, and for this rank's own pushes and pulls in the worker's thread --------
 
     def _serve(self, peer: int) -> None:
         request = torch.full((1,), PULL, dtype=torch.int64, device="cpu")
@@ -295,7 +295,7 @@ class ParameterServer:
                 elif request != CLOSE:
                     raise self._error(f"rank {peer} has sent {request.item():g}, which is no request")
             self._finish(peer)
-        except Exception as error:  # lr_lambda, for example, may raise: the others would wait until their timeout
+        except Exception as error:  # lr_lambda, for example, may raise: other ranks would wait until their timeout
             self._error(f"rank {self._rank} has failed: {type(error).__name__}: {error}")
 
     def _update(self, worker: int, message: Tensor) -> None:
@@ -351,8 +351,8 @@ EPSILON = 1e-7
 
 
 class ServerShard:
-    """Update a shard of the weights by gradients that workers have computed on older weights, in the order in which
-    they come; neither communicates nor waits.
+    """A shard of the weights that is updated by gradients of workers, computed on older weights, in the order in which
+    they come. A ``ServerShard`` neither communicates nor waits.
 
     A gradient g that was computed on w_bak, the weights that its worker pulled last, becomes
 
@@ -437,7 +437,7 @@ class ServerShard:
             self._update(self._compensated(worker, gradient), self.version - self._pulled_version[worker])
 
     def finish(self, worker: int) -> None:
-        """Do not wait for this worker any more."""
+        """Count ``worker`` as finished: no other worker and no round of gradients waits for it any more."""
         self.clocks[worker] = math.inf
         self._finish_round()
 
@@ -493,6 +493,6 @@ class ServerShard:
             raise ValueError(f"the checkpoint was made with adaptive={saved}: pass that, in place of {not saved}")
         self.weights.detach().copy_(state["weights"])
         self._optimizer.load_state_dict(state["optimizer"])
-        self._rate = state.get("rate", self._rate)  # files of versions before this one have none
+        self._rate = state.get("rate", self._rate)  # checkpoints of earlier versions have no rate
         self._mean_square, self.version = state["mean_square"], state["version"]
         self.clocks, self._held = list(state["clocks"]), dict(state["held"])
