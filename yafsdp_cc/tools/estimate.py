@@ -38,7 +38,7 @@ CPU = torch.device("cpu")
 
 
 def _count_causal(count: Callable[..., int], place: int) -> Callable[..., int]:
-    """Return the counter of operations ``count``, which counts half if argument ``place``, ``is_causal``, is true."""
+    """Return a counter of half of what ``count`` counts where argument number ``place``, ``is_causal``, is true."""
     return lambda *args, **named: count(*args, **named) // (1 + bool(len(args) > place and args[place]))
 
 
@@ -291,7 +291,7 @@ def plan_over(build: Callable[[], nn.Module], mesh: tuple[int, ...], device: str
     with torch.device("meta"):
         model = build()
     with warnings.catch_warnings(), fake_ranks(mesh, device, MetaDevice()) as ranks:
-        warnings.simplefilter("ignore")  # the caller asks what these settings cost
+        warnings.simplefilter("ignore")  # no warnings of settings: the caller asks what they cost
         return plan_of(shard(model, mesh=ranks, **settings))
 
 
@@ -332,7 +332,7 @@ def probe(subject: Subject, policy: MixedPrecisionPolicy) -> Probe:
 
 
 def _truncate(model: nn.Module, blocks: list[nn.Module]) -> dict[nn.Module, nn.Module]:
-    """Remove the middle of each run of equal blocks from its container; return which block stands for each of them."""
+    """Remove the middle of each run of equal blocks from its container; return a kept block for each removed one."""
     stands_for: dict[nn.Module, nn.Module] = {}
 
     def kind_of(module: nn.Module) -> Any:
@@ -395,7 +395,7 @@ def _run(
 def _count_repeated(blocks: list[nn.Module], flops: FlopCounterMode) -> Iterator[dict[nn.Module, float]]:
     """Count, for each block's forward, the operations before the last tensor that is saved for its backward.
 
-    ``torch.utils.checkpoint`` ends the forward that it repeats at that tensor (``early_stop``).
+    ``torch.utils.checkpoint`` ends a repeated forward at the last saved tensor (``early_stop``).
     """
     repeated: dict[nn.Module, float] = {}
 

@@ -1,7 +1,7 @@
 """Writes a training run's figures to ``metrics.jsonl``, for ``yafsdp-cc report``, and shows its progress.
 
-Each line is a JSON object: one of ``"event": "start"``, then ``"step"`` and ``"eval"``, and ``"end"``. A resumed run
-appends to the earlier file.
+Each line is a JSON object with an ``"event"``: first ``"start"``, then ``"step"`` and ``"eval"``, at last ``"end"``. A
+resumed run appends to the earlier file.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Metrics:
     Between reports a step takes some ten microseconds, and neither waits for the device nor communicates.
 
     Args:
-        model: any module; bytes and the plan are those of the module sharded by ``yafsdp_cc``, itself or inside of it.
+        model: any module; bytes and plan are those of what ``yafsdp_cc`` has sharded: ``model`` or modules in it.
         folder: folder of the run, made if missing. The first rank writes ``metrics.jsonl`` in it, and continues an
             existing one, whose lines of steps from ``first_step`` on are superseded.
         total_steps: number of optimizer steps that the run will make, if known.
@@ -94,7 +94,7 @@ class Metrics:
         self._counted = self._sent()
 
     def step(self, loss: Tensor | float | None = None, *, tokens: int = 0, **values: Tensor | float) -> None:
-        """Count an optimizer step; report if one is due, or if there are further values.
+        """Count an optimizer step; report if a report is due, or if there are further ``values``.
 
         Args:
             loss: loss of this step. A tensor of one element is averaged over the ranks, a collective; a number is taken
@@ -217,7 +217,7 @@ def _number(name: str, value: Tensor | float) -> float:
     if isinstance(value, Tensor) and value.numel() != 1:
         raise ValueError(f"Metrics: {name} has shape {tuple(value.shape)}: pass one number, such as its mean")
     try:
-        return float(value.detach() if isinstance(value, Tensor) else value)  # torch warns of a number with a graph
+        return float(value.detach() if isinstance(value, Tensor) else value)  # float() of a tensor with a graph warns
     except (TypeError, ValueError) as error:
         raise ValueError(f"Metrics: {name} is {value!r}: pass a number, or a tensor of one element") from error
 

@@ -39,7 +39,7 @@ class Link(NamedTuple):
         """Return how long it takes until every rank has sent the event's bytes.
 
         A ring leaves a node once, and its bytes share the links of all ranks of the node. A ``direct`` reduce sends all
-        bytes but those for owners in the node over the rank's own link, a sum over replicas simply all.
+        bytes but those for owners in the node over the rank's own link; a sum over replicas sends all bytes over it.
         """
         crossing = 1 / self.node if ranks > self.node else 0.0
         if event.kind == "all_reduce":
@@ -139,7 +139,7 @@ def events_of(plan: Plan, work: Mapping[str, Work]) -> list[Event]:
     units, traffic = plan.units, plan.traffic
     operations = [work.get(unit.name, Work(0.0, 0.0)) for unit in units]
     owners: dict[object, int] = {}
-    before: list[int | None] = []  # the unit that has each unit's weight buffer before it
+    before: list[int | None] = []  # for each unit, the one that had its weight buffer before
     for index, unit in enumerate(units):
         before.append(owners.get((unit.role, unit.buffer)))
         owners[unit.role, unit.buffer] = index
@@ -167,7 +167,7 @@ def events_of(plan: Plan, work: Mapping[str, Work]) -> list[Event]:
             share = traffic[index].reduce / in_reduces
             reduced[buffer] = add("all_reduce", unit.name, share * plan.communication.replicas, reduced[buffer])
         again = before[index]
-        if again is not None:  # ``buffer`` is free: the unit that the backward reaches next in it is gathered
+        if again is not None:  # the unit's weight buffer is free: it gathers the unit that had it before
             gathered_again[again] = add("all_gather", units[again].name, traffic[again].gather_backward, done)
     add("all_reduce", "", plan.communication.replicated, len(events) - 1)
     return events

@@ -1,8 +1,8 @@
 """One rank of ``yafsdp-cc try``: a user's script under one setting, watched for some steps and then ended.
 
-A step ends with ``optimizer.step()`` of the first optimizer that makes one, so gradient accumulation, Transformers'
-Trainer and Accelerate are cut alike. Its loss is the tensor that a backward starts from. The first steps are for the
-loss, on a fast network. Then rank 0 slows the network down if that is asked for, records one step and times others.
+A step ends with ``optimizer.step()`` of the first optimizer that makes one, also under gradient accumulation,
+Transformers' Trainer and Accelerate. The loss of a step is the tensor that a backward starts from. The first steps are
+for the loss, on a fast network. Then rank 0 slows the network down if asked to, records one step and times others.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from yafsdp_cc.engine.state import FSDPState
 
 LOSS_SHARE = 0.6
-"""Share of a run's time after which the steps for the loss end, made or not."""
+"""Share of a run's time after which the steps for the loss end, even if not all were made."""
 LEAST_SECONDS = 10.0
-"""Seconds that a run has for its steps, however long its start took."""
+"""Seconds that a run has at least for its steps, however long its start took."""
 REPLACED = {
     "compression": ("compression",),
     "precision": ("mp_policy",),
@@ -189,8 +189,8 @@ class Trial:
     def _lead(self, optimizer: torch.optim.Optimizer) -> None:
         """Decide on rank 0 whether the next step is made, and whether its loss is recorded or its time is taken.
 
-        No other rank finishes a step before rank 0 has finished the one before, as they sum gradients in it. So all
-        ranks see which step is the last before they have made it.
+        No other rank finishes a step before rank 0 has finished the one before, as ranks sum gradients in each step. So
+        all ranks see which step is the last before they have made it.
         """
         if self._recording is None:
             late = time.time() > self._began + LOSS_SHARE * (self._ends - self._began)
@@ -269,7 +269,7 @@ def _one_bit(kind: str, asked: Asked) -> type[OneBitAdam]:
 
     class OneBit(OneBitAdam):
         def __init__(self, params: Any, *args: Any, **given: Any) -> None:
-            for name in ("foreach", "fused", "capturable", "differentiable"):  # choose among torch's kernels
+            for name in ("foreach", "fused", "capturable", "differentiable"):  # these choose torch's kernels
                 given.pop(name, None)
             if wrong := [name for name in ("amsgrad", "maximize") if given.pop(name, False)]:
                 raise ValueError(f"OneBitAdam has no {wrong[0]}, which this script passes to {kind}")

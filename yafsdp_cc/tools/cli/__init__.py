@@ -46,11 +46,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _open_what_is_closed() -> None:
-    """Open the standard streams that are closed, on nothing: else other files get their descriptors, and their text."""
+    """Open closed standard streams on /dev/null: otherwise other files would get their descriptors, and their text."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)
-    sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115  # as long as this process is there
+    sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115  # stays open until this process ends
     sys.stderr = sys.stderr or open(2, "w", closefd=False)  # noqa: SIM115
 
 

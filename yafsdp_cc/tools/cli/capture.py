@@ -71,7 +71,7 @@ class Recording:
             os.replace(f"{path}.part.json.gz", path)
 
     def at_exit(self) -> None:
-        """Write the recording of a script that ends before its last step."""
+        """Write the recording of a script that ends before the last step to record."""
         if self._made < self._last:
             self._end_step(is_last=True)
             wanted = f"steps {self._first} to {self._last} were to be recorded"

@@ -11,7 +11,7 @@ def main(argv: list[str]) -> int:
     """Check the flags once, then launch; return the exit status of the job."""
     asked = parser().parse_args(argv)
 
-    import torch  # takes seconds: wrong flags are told before
+    import torch  # only after the flags are checked: importing it takes seconds
 
     from yafsdp_cc.tools.cli import launch
 

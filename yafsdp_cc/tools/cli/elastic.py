@@ -1,7 +1,7 @@
 """Runs the ranks of a node with torchrun's own agent: rendezvous of launchers, restarts, and reports of failures.
 
-When ranks fail, the report ends with the one that failed first, its last lines and its whole traceback. Ctrl-C ends
-every rank, in silence; a second one does not wait for them.
+When ranks fail, the report ends with the rank that failed first, its last lines and its whole traceback. Ctrl-C ends
+every rank, in silence; after a second Ctrl-C the launcher kills the ranks.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _PATIENCE = 3
 
 def run(options: argparse.Namespace, parser: argparse.ArgumentParser, folder: Path, title: str) -> int:
     """Run the ranks of this node with torchrun's ``options``, with logs in ``folder``; return the exit status."""
-    # flight-recorder files, written after a time-out by NCCL's process groups themselves, and by the runner for gloo's
+    # name flight-recorder files: after a time-out NCCL's process groups write them, and the runner does it for gloo's
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     if "TORCH_NCCL_DEBUG_INFO_TEMP_FILE" not in os.environ:  # older name of TORCH_FR_DUMP_TEMP_FILE
         os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", f"{folder.absolute()}/flight-recorder-rank-")
@@ -104,7 +104,7 @@ class _Job(NamedTuple):
 def _torch_config(
     options: argparse.Namespace, parser: argparse.ArgumentParser
 ) -> tuple[LaunchConfig, Callable[[], object]]:
-    """Return torch's form of the options, and the function that runs the ranks by it."""
+    """Return torch's ``LaunchConfig`` of the options, and the function that runs the ranks with this config."""
     if options.standalone or (
         options.rdzv_backend == "static"
         and options.nnodes in ("1", "1:1")
@@ -146,7 +146,7 @@ def _is_here(endpoint: str) -> bool:
 
 def _launch(job: _Job, launch: Callable[[], object], parser: argparse.ArgumentParser) -> int:
     class Agent(LocalElasticAgent):
-        """torch's agent, which passes notices on to the ranks, and reports the failures before each restart."""
+        """torch's agent, which passes the signals ``NOTICES`` on to ranks, and reports failures before each restart."""
 
         def run(self, role: str = DEFAULT_ROLE) -> RunResult:
             for each in NOTICES:
@@ -232,7 +232,7 @@ class FreshStores(RendezvousHandler):
         self._place = params.endpoint
         self._attempt = 0
         self._server: TCPStore | None = None
-        """Store of the ranks, if this node serves it: of a first attempt at the user's port, else at a free one."""
+        """Store where ranks meet, if this node serves it: in a first attempt at the user's port, else at a free one."""
         try:
             seconds = 2 * (inner.get_as_int("read_timeout") or 60)  # torch tries twice, for ``read_timeout`` each
             _, port = ("", 0) if "/" in params.endpoint else parse_rendezvous_endpoint(params.endpoint, 29400)
@@ -240,7 +240,7 @@ class FreshStores(RendezvousHandler):
                 self._server, port = self._meet(lambda: _listening_store("localhost", port)), 0
             store = None
             if is_here and inner.get("store_type", "tcp") == "tcp":
-                # on localhost alone: torch's own would listen on all interfaces, and launchers unpickle what is in it
+                # on localhost alone: torch's own store would listen on all interfaces, and launchers unpickle values
                 with suppress(OSError):  # the port is taken: torch's own store joins another run's there
                     store = _listening_store("localhost", port)
             if store is not None:
@@ -254,7 +254,7 @@ class FreshStores(RendezvousHandler):
     def _meet(self, others: Callable[[], T], seconds: int | None = None) -> T:
         """Return the result of ``others``, or raise a ``RendezvousError`` of one line that names the endpoint.
 
-        It runs in a thread, because torch's wait for other nodes, of a quarter of an hour, ignores Ctrl-C, and its wait
+        ``others`` runs in a thread: torch's wait for other nodes, of a quarter of an hour, ignores Ctrl-C, and its wait
         for the answer of a program that is no store ignores its own time-out.
         """
         met: Future[T] = Future()
@@ -330,7 +330,7 @@ class FreshStores(RendezvousHandler):
 
 
 def _listening_store(address: str, port: int = 0, *, everywhere: bool = False) -> TCPStore:
-    """Return a store that listens on ``address`` alone, at a free port if ``port`` is 0; or on all interfaces."""
+    """Return a store that listens on ``address`` alone, or ``everywhere`` on all interfaces; ``port`` 0: a free one."""
     if everywhere:
         return TCPStore(address, 0, is_master=True, wait_for_workers=False)
     family, *_, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
@@ -403,6 +403,6 @@ def _in_order(failures: Mapping[int, ProcessFailure]) -> list[Failure]:
     killed = [failure for failure in silent if failure.exit_code < 0 and failure.exit_code != -signal.SIGTERM]
     left = [failure for failure in silent if failure.exit_code > 0]
     wrote.sort()
-    if wrote and re.search("(closed|reset) by peer", wrote[0].traceback):  # by one that left without an exception
+    if wrote and re.search("(closed|reset) by peer", wrote[0].traceback):  # the peer left without an exception
         return [*killed, *left, *wrote]
     return [*killed, *wrote, *left] or silent

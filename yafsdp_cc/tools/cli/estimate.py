@@ -75,7 +75,7 @@ class Row(NamedTuple):
         return held if self.activations is None else {**held, "activations": self.activations}
 
     def as_dict(self) -> dict[str, Any]:
-        """Return everything in plain types, for JSON."""
+        """Return all figures of the row in plain types, for JSON."""
         seconds = None if self.seconds is None else {**self.seconds._asdict(), "total": self.seconds.total}
         held = sum(self.memory.values())
         return {

@@ -1,6 +1,6 @@
 """Ranks that are forked from a process that has imported torch: a restart takes no seconds of imports.
 
-The process is multiprocessing's fork server, a child of the launcher; ``preload`` is what it imports.
+Ranks are forked from multiprocessing's fork server, a child of the launcher, which imports ``preload`` first.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _RUNNER = "yafsdp_cc.tools.cli.runner"
 
 
 def install(*, is_forking: bool) -> None:
-    """Let torch's agent fork ranks, if ``is_forking``, and continue those that are stopped, so that they can end."""
+    """Let torch's agent fork ranks, if ``is_forking``, and continue stopped ranks when it ends them."""
     if is_forking:
         multiprocessing.set_forkserver_preload(["yafsdp_cc.tools.cli.preload"])
         forkserver.ensure_running()
@@ -64,7 +64,7 @@ class _Rank:
         self._process.start()
         begins.close()
         with begun, suppress(EOFError):
-            begun.recv_bytes()  # the agent may signal the rank's process group as soon as this has returned
+            begun.recv_bytes()  # the agent may signal the rank's process group once ``__init__`` returns
         self.pid = self._process.pid
 
     def poll(self) -> int | None:
@@ -94,7 +94,7 @@ def _be_rank(environment: dict[str, str], arguments: list[str], outputs: list[in
     status = 1
     try:
         os.setsid()
-        for notice in runner.NOTICES:  # the process that was forked ignores them
+        for notice in runner.NOTICES:  # the fork server ignores these signals
             signal.signal(notice, signal.SIG_DFL)
         begins.send_bytes(b"begun")
         begins.close()
@@ -103,11 +103,11 @@ def _be_rank(environment: dict[str, str], arguments: list[str], outputs: list[in
             os.close(descriptor)
         for stream in (sys.stdout, sys.stderr):
             cast("io.TextIOWrapper", stream).reconfigure(write_through=True)  # as by python -u
-        with suppress(OSError):  # the launcher may have been started without one
-            sys.stdin = open(0, closefd=False)  # noqa: SIM115  # multiprocessing has replaced it by an empty one
+        with suppress(OSError):  # the launcher may have no standard input
+            sys.stdin = open(0, closefd=False)  # noqa: SIM115  # multiprocessing has replaced stdin by an empty file
         multiprocessing.set_start_method(None, force=True)  # reset: the script may set a start method
         with suppress(KeyError, ValueError):
-            torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))  # OpenMP has read the variable, at its import
+            torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))  # OpenMP read the variable when it was imported
         random.seed()
         np.random.seed()
         os.environ.clear()

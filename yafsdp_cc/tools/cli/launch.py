@@ -45,7 +45,7 @@ def main(argv: list[str]) -> int:
     parents = [ours, torchrun.get_args_parser()]
     parser = argparse.ArgumentParser(ours.prog, USAGE, ABOUT, parents=parents, conflict_handler="resolve")
     if "PET_MASTER_PORT" not in os.environ:
-        parser.set_defaults(master_port=None)  # torch before 2.13 has 29500, as if that had been asked for
+        parser.set_defaults(master_port=None)  # torch before 2.13 has 29500, as if the user had asked for this port
     options = _by_precedence(parser, argv, _settings(parser, parser.parse_args(argv)))
     forks.install(is_forking=options.start_method != "spawn")
     ranks = _check(parser, options, torchrun.determine_local_world_size)
@@ -63,7 +63,7 @@ def main(argv: list[str]) -> int:
     except OSError as error:
         parser.error(f"no folder for logs can be made, {error}: name another, --log-dir=DIR")
     title = " ".join([options.training_script, *options.training_script_args])
-    options.run_path = False  # the runner runs every script in that way
+    options.run_path = False  # the runner runs every script by runpy, which run_path asks for
     if not options.no_python:
         form = ["-m"] if options.module else []
         options.training_script_args = [*form, options.training_script, *options.training_script_args]
@@ -91,7 +91,7 @@ def _settings(parser: argparse.ArgumentParser, given: argparse.Namespace) -> Set
 
     try:
         settings = read(given.config, given.set)
-        # also if there are none: ranks must not inherit those of an outer launcher
+        # set the variable also without settings: ranks must not inherit settings of an outer launcher
         os.environ[RUN] = to_environment(settings)
         compression_of_run()
     except ValueError as error:

@@ -79,7 +79,7 @@ class RankLogs(DefaultLogsSpecs):
         return self._folder / f"rank-{rank}.log"
 
     def append(self, rank: int, text: str) -> None:
-        """Add to the log of a rank that has ended."""
+        """Append ``text`` to the log of a rank that has ended."""
         with suppress(OSError), self.path(rank).open("ab") as file:  # a full disk was reported already
             file.write(text.encode(errors="backslashreplace"))
 

@@ -46,7 +46,7 @@ def main(argv: list[str]) -> int:
             print(f"{parser.prog}: not run: {lacking}. --tool kineto needs neither", file=sys.stderr)
             return 1
     make_output(parser, asked.output)
-    # old traces, perhaps of more ranks: a report of the folder would mix them with the new ones
+    # remove old traces, perhaps of more ranks: a report of the folder would mix them with the new ones
     for trace in _traces(folder):
         trace.unlink(missing_ok=True)
     os.environ["YAFSDP_CC_PROFILE"] = wanted

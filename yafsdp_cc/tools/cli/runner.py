@@ -1,7 +1,7 @@
 """The program that ``yafsdp-cc launch`` runs in every rank: ``python -m yafsdp_cc.tools.cli.runner [-m]
 script_or_module args...``.
 
-It behaves like ``python script_or_module``, with three differences. An exception is written whole to torchelastic's
+The runner acts as ``python script_or_module``, with three differences. An exception is written whole to torchelastic's
 error file, for the launcher to print. Ctrl-C exits silently with status 130. And no rank outlives its launcher.
 """
 
@@ -38,7 +38,7 @@ def main() -> None:
     namespaces.die_with(os.getppid())
     signal.signal(signal.SIGINT, _interrupt_once)
     if "YAFSDP_CC_LOG" in os.environ:
-        log = open(os.environ["YAFSDP_CC_LOG"], "a")  # noqa: SIM115 (as long as this process is there)
+        log = open(os.environ["YAFSDP_CC_LOG"], "a")  # noqa: SIM115 (stays open until this process ends)
         # print where this rank was when another one's failure ended it: Python itself may never handle the signal
         faulthandler.register(signal.SIGTERM, file=log, chain=True)
     try:
@@ -57,7 +57,7 @@ def _join_lab() -> None:
 
 
 def _run_and_record(argv: list[str]) -> None:
-    # The first function of atexit runs last: the script's threads and exit functions may still use its groups.
+    # atexit runs its first function last: until then the script's threads and exit functions may use process groups.
     atexit.register(_end_process_groups, os.getpid())
     try:
         _run(argv)
@@ -79,10 +79,10 @@ def _run_and_record(argv: list[str]) -> None:
 
 
 def _end_process_groups(rank: int) -> None:
-    """End the groups: one of gloo that is open at the interpreter's exit aborts the process about every other time.
+    """End process groups: a gloo group that is open at the interpreter's exit aborts it about every other time.
 
     Args:
-        rank: id of the rank's process; in one that the script has forked, the groups have no threads.
+        rank: id of the rank's process; in a process that the script has forked, the groups have no threads.
     """
     dist = sys.modules.get("torch.distributed")
     if os.getpid() == rank and dist is not None and dist.is_initialized():
@@ -116,8 +116,8 @@ def _run(argv: list[str]) -> None:
 class _ScriptMain(ModuleType):
     """``__mp_main__``, the name by which processes that a script starts call what the script itself defines.
 
-    ``multiprocessing`` makes it another name of ``__main__`` when it is imported. Where that was before the script,
-    ``__main__`` was another module.
+    ``multiprocessing``, when imported, makes ``__mp_main__`` another name of ``__main__``. Where the import was before
+    the script, ``__main__`` was another module.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -133,7 +133,7 @@ def _run_program(argv: list[str]) -> None:
         return
     sys.argv = argv
     if not getattr(sys.flags, "safe_path", False):
-        # ``python script.py`` and ``python folder`` set it alike
+        # ``python script.py`` and ``python folder`` set sys.path[0] alike
         sys.path[0] = argv[0] if os.path.isdir(argv[0]) else os.path.dirname(os.path.abspath(argv[0]))
     runpy.run_path(argv[0], run_name="__main__")
 
@@ -141,7 +141,7 @@ def _run_program(argv: list[str]) -> None:
 def _record(error: BaseException, story: str, exit_code: int) -> None:
     """Write the error file in torch's format, with a time that tells the first failure from its consequences."""
     faulthandler.unregister(signal.SIGTERM)
-    atexit.unregister(_end_process_groups)  # other ranks may never come to what the groups wait for
+    atexit.unregister(_end_process_groups)  # it would wait for operations that other ranks may never issue
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path is None:
         print(story, end="", file=sys.stderr)

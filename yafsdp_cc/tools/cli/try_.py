@@ -41,11 +41,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 """Settings of the engine in each row of the table, the simpler one first; ``fsdp2`` is by torch's own engine."""
 FIRST_ROUND = 0.75
-"""Share of the time that the first round may take, whose steps are for the loss, too."""
+"""Share of all time that the first round may take, as its steps are for the loss, too."""
 SHORT, TIMED = 2, 8
-"""Number of steps before those that are timed in later rounds, and of steps that are timed, at most."""
+"""Largest number of steps before the timed ones, in rounds after the first, and of timed steps."""
 PATIENCE = 30.0
-"""Seconds after the end of its time when a run is ended by force; or half of all time left, if that is later."""
+"""Seconds that a run may exceed its own time, before it is ended by force; it may always take half of the time left."""
 WIDTHS = {"c10::BFloat16": 2, "c10::Half": 2, "float": 4, "double": 8}
 """Bytes of an element by the names of dtypes in traces."""
 ABOUT = """\
@@ -72,7 +72,7 @@ class Row:
     """Bytes that a rank sends in a step."""
     planned: int = 0
     peak: int = 0
-    """Bytes of the engine's buffers by its plan, and of everything at the peak."""
+    """Bytes of the engine's buffers by its plan, ``planned``, and of all memory in use at the ``peak``."""
 
     @property
     def seconds(self) -> float:
@@ -288,7 +288,7 @@ class Comparison:
         self.base = next((row for row in self.rows if row.name == "exact"), None)
         self.last = min((len(row.losses[0]) for row in self.rows), default=0)
         self.first = self.last - max(1, min(5, self.last // 2))
-        """Index of the first step whose loss is compared; ``last`` is the one after them."""
+        """Index of the first step whose loss is compared; ``last`` is the index after the last such step."""
         self.noise = 0.0
         """Percent by which the losses of the first two turns of ``exact`` differ in the last step of both."""
         if self.base is not None and len(self.base.losses) > 1:

@@ -26,8 +26,8 @@ class Text(NamedTuple):
 def read(path: Path | None) -> Text:
     """Return the text of a file, of the files under a folder, or (None) of the standard library.
 
-    A hash of its name says whether a file is held out: the same ones on every rank, in every run. Of a single file, the
-    last part is.
+    A hash of a file's name says whether the file is held out: the same files on every rank, in every run. Of a single
+    file, the last part is held out.
     """
     if path is not None and path.is_file():
         content = path.read_bytes()

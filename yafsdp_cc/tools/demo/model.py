@@ -27,7 +27,7 @@ class Attention(nn.Module):
 
 
 def rotate(x: Tensor) -> Tensor:
-    """Turn pairs of features by angles that grow with the position, so that products of two depend on the distance."""
+    """Turn pairs of features by angles that grow with position, so that products of two positions tell the distance."""
     half = x.shape[-1] // 2
     speeds = 10_000 ** (-torch.arange(half, device=x.device) / half)
     angles = torch.arange(x.shape[-2], device=x.device)[:, None] * speeds

@@ -89,7 +89,7 @@ def learning_rate(step: int, steps: int) -> float:
 
 @torch.no_grad()
 def sample(model: GPT, seed: int, device: torch.device) -> str:
-    """Return text from the model. Sharded weights are gathered in every forward, so all ranks run equally many."""
+    """Return text from the model. Every forward gathers sharded weights, so all ranks run equally many forwards."""
     chance = torch.Generator(device).manual_seed(seed)
     written = torch.tensor([list(PROMPT)], device=device)
     for _ in range(SAMPLE_LENGTH):

@@ -1,6 +1,6 @@
 """Slow networks on one machine: ranks in network namespaces, joined by links of a given rate, delay and loss.
 
-Nothing here imports torch, which starts threads: a rank has to enter its namespace before there are any.
+Importing this package does not import torch, which starts threads: a rank has to enter its namespace before it has any.
 """
 
 from yafsdp_cc.tools.netlab.lab import Lab

@@ -1,15 +1,15 @@
 """The process that keeps a lab: it holds the namespaces, and cleans up however the lab ends.
 
-It is forked by the lab, into a session of its own, makes the network, and waits for the end of the lab or of the
-process that made it, by whatever signal. Then it kills everything that is still in the lab's network namespaces, and
-the namespaces, which have no names, end with the keeper.
+The lab forks the keeper into a session of its own. The keeper makes the network, and waits for the end of the lab or of
+the process that made the lab, by whatever signal. Then the keeper kills everything that is still in the lab's network
+namespaces, and the namespaces, which have no names, end with the keeper.
 
     machine 0: eth0 ──── port0 ┐                 ┌ port1 ──── eth0 :machine 1
     10.77.0.1                  ├ bridge or relay ┤                  10.77.0.2
     machine 2: eth0 ──── port2 ┘                 └ port3 ──── eth0 :machine 3
 
-Every machine and the hub, which holds the ports, have a network namespace each. Both ends of each pair are shaped: eth0
-is what the machine sends, the port what it receives. Addresses are set by hand and only IPv4 is sent, so that the
+Every machine and the hub, which holds the ports, have a network namespace each. Both ends of each link are shaped: eth0
+limits what the machine sends, the port what it receives. Addresses are set by hand and only IPv4 is sent, so that the
 counters stand still while the ranks send nothing.
 
 Packets of one connection are sent in frames of up to 64 KB, as between a machine and its network card, and a frame

@@ -33,7 +33,7 @@ GRACE = 0.3
 class Lab:
     """Network namespaces, one per rank, joined by links of a given rate, delay and loss.
 
-    The namespaces and all processes in them end with the ``with``, or with the process that made it. Raises
+    The namespaces and all processes in them end with the ``with``, or with the process that made the ``Lab``. Raises
     ``Unavailable`` if the machine cannot have network namespaces.
 
     Args:
@@ -41,7 +41,7 @@ class Lab:
             ``unshaped``.
         delay_ms: one way; an answer takes twice that.
         loss: fraction of packets that are lost.
-        ranks_per_machine: number of ranks that share a namespace, and so one link to all others, with none in between.
+        ranks_per_machine: number of ranks that share a namespace, and so one link to all others, but none among them.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Lab:
         """Run ``body(*args)`` on forked ranks in one gloo group with equal seeds; return the results, by pickle.
 
         The caller must have imported torch and computed nothing: threads do not survive a fork. The first rank that
-        raises ends the others, and ``LabError`` holds its traceback; so does a hang, after ``timeout`` seconds.
+        raises ends the others, and ``LabError`` holds its traceback. A hang ends all after ``timeout`` seconds.
         """
         store = f"{tempfile.mkdtemp(dir=self._folder)}/store"
         return self._on_ranks(timeout, _with_gloo, store, timeout, body, args)
@@ -126,7 +126,7 @@ class Lab:
     def _on_ranks(self, timeout: float, body: Callable[..., Any], *args: Any) -> list[Any]:
         """Return the results of ``body(*args)`` on each rank, a process forked into its namespace.
 
-        The bytes on the links are counted meanwhile. The processes, and all that they have started, end with this call.
+        ``bytes`` counts the links meanwhile. The processes, and all that they have started, end with this call.
         """
         self._started, self._ended = self.traffic(), None
         context, deadline = multiprocessing.get_context("fork"), time.monotonic() + timeout
@@ -199,7 +199,7 @@ def _be_rank(
 ) -> NoReturn:
     """Enter the rank's namespace before there are threads, run the body and send what it returns.
 
-    A rank that has answered waits for the end: closing its connections early may fail another rank's last call.
+    A rank that has answered waits to be killed: closing its connections early may fail another rank's last call.
     """
     try:
         os.setsid()  # only the lab handles Ctrl-C, and then ends its ranks

@@ -22,7 +22,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def become_capable() -> None:
     """Gain the right to make network namespaces: as root, or as the root of a new user namespace.
 
-    Only in a process of one thread; raises OSError if the kernel allows neither.
+    Call ``become_capable`` only in a process of one thread; it raises OSError if the kernel allows neither way.
     """
     user, group = os.geteuid(), os.getegid()
     try:

@@ -18,7 +18,7 @@ MOST_POINTS = 300
 
 def ticks(low: float, high: float, most: int = 6) -> list[float]:
     """Return round numbers from ``low`` to ``high``, ``most`` of them at most."""
-    span = max((high - low) or abs(high), 1e-300)  # a fraction of less could underflow to 0
+    span = max((high - low) or abs(high), 1e-300)  # a fraction of a smaller span could underflow to 0
     power = 10.0 ** floor(log10(span / most))
     step = next(power * each for each in (1, 2, 5, 10, 20) if span / (power * each) <= most - 1)
     return [step * each for each in range(ceil(low / step - 1e-9), floor(high / step + 1e-9) + 1)]

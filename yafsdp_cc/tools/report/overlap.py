@@ -58,7 +58,7 @@ class Slowed(NamedTuple):
 
     name: str
     beside: int
-    """Number of runs of which at least nine tenths were beside communication; runs in between are not counted."""
+    """Number of runs that were beside communication for nine tenths or more; runs beside it in part are not counted."""
     alone_us: float
     beside_us: float
     """Mean microseconds of a run beside communication."""
@@ -85,7 +85,7 @@ class Overlap(NamedTuple):
     slowdown: float | None
     """Slowdown of kernels that overlap communication: their time divided by that of the same kernels alone."""
     on_communication_lanes: dict[str, float]
-    """Other work on streams that communicate, by name: it delays the next communication."""
+    """Microseconds of other work on streams that communicate, by its name: such work delays the next communication."""
 
 
 def measure(trace: Trace) -> Overlap:

@@ -31,7 +31,7 @@ class _Line(BaseModel):
 
 
 class Start(_Line):
-    """The first line of a run, or of a run that resumes it, as far as a report uses it."""
+    """The ``start`` line of a run, or of a run that resumes it: the fields that a report uses."""
 
     event: Literal["start"]
     first_step: Count = 0
@@ -42,7 +42,7 @@ class Start(_Line):
 
 
 class Record(_Line):
-    """A line about steps, a validation or the end, as far as a report uses it."""
+    """A ``step``, ``eval`` or ``end`` line of a run: the fields that a report uses."""
 
     event: Literal["step", "eval", "end"]
     step: Count
@@ -102,7 +102,7 @@ def read_run(path: Path) -> Run:
     A killed run leaves half a line, which is skipped: at the end, or before the start of the resumed run.
 
     Raises:
-        UnreadableError: it is no such file; the message names the line.
+        UnreadableError: ``path`` is no such file; the message names the line.
     """
     start: Start | None = None
     records: list[Record] = []
@@ -203,7 +203,7 @@ def run_section(runs: Sequence[Run]) -> str:
     """Draw runs side by side."""
 
     def curves(key: str, **how: Any) -> dict[str, list[tuple[float, float]]]:
-        return {run.name: run.curve(key, **how) for run in runs}  # also without points: each run has one colour
+        return {run.name: run.curve(key, **how) for run in runs}  # runs without points, too, keep their colour
 
     def times(run: Run) -> dict[str, float]:
         parts = run.parts()

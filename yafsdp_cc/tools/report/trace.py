@@ -78,7 +78,7 @@ def read(path: Path) -> Trace:
         path: file of ``export_chrome_trace`` (``.json``, ``.json.gz``) or ``nsys export --type sqlite`` (``.sqlite``).
 
     Raises:
-        UnreadableError: the file is neither, or holds no activity.
+        UnreadableError: the file is of none of these kinds, or holds no activity.
     """
     try:
         return _read(path)
@@ -237,7 +237,7 @@ def _stream(device: object, stream: object) -> str:
 # What an activity is -------------------------------------------------------------------------------------------------
 
 
-_COMMUNICATES = re.compile(r"nccl|gloo:|modelled_transfer", re.IGNORECASE)  # the last is the kernel of bench/paced.py
+_COMMUNICATES = re.compile(r"nccl|gloo:|modelled_transfer", re.IGNORECASE)  # modelled_transfer is of bench/paced.py
 _CODEC = re.compile(r"yafsdp_cc::(encode|decode)")
 _UNIT = re.compile(r"(?:Ya)?FSDP::(\w+)(?: \((.*)\))?$")
 _SENDS: dict[str, Kind] = {
