@@ -15,7 +15,7 @@ def metrics_callback(folder: str | Path, **options: Any) -> Callback:
     """Return a callback for Lightning's ``Trainer(callbacks=[...])`` that writes ``metrics.jsonl``.
 
     The loss is the one that ``training_step`` returns, of the last micro-batch of a step. Scalars that a validation
-    logs are written after it.
+    logs are written when the validation ends.
 
     Args:
         options: arguments of ``yafsdp_cc.Metrics``; ``every`` counts optimizer steps.

@@ -31,7 +31,7 @@ def accept_sharded_model(trainer: AnyTrainer) -> AnyTrainer:
 
     accept_sharded(trainer.accelerator, trainer.model)
     trainer.is_fsdp_enabled = True
-    trainer.accelerator.prepare_model(trainer.model, evaluation_mode=True)  # for an evaluate() before train()
+    trainer.accelerator.prepare_model(trainer.model, evaluation_mode=True)  # prepare for an evaluate() before train()
 
     class KeepGenerate(TrainerCallback):  # type: ignore[misc]
         """Restore ``generate`` after the Trainer has replaced it by one for FSDP2, which needs FSDP2's own state."""
@@ -74,7 +74,7 @@ def _run_together(model: nn.Module) -> None:
 def metrics_callback(folder: str | Path, **options: Any) -> TrainerCallback:
     """Return a callback for ``Trainer(callbacks=[...])`` that writes ``metrics.jsonl``.
 
-    The callback reports when the Trainer logs (``logging_steps``), with the Trainer's mean loss since it last did.
+    The callback reports when the Trainer logs (``logging_steps``), with the Trainer's mean loss since it last logged.
 
     Args:
         options: arguments of ``yafsdp_cc.Metrics``, except ``every``.

@@ -164,7 +164,7 @@ class Encoded(Encoding):
 
     @staticmethod
     def _set_scales(codec: Scaled, values: Tensor, message: Tensor) -> None:
-        """Set the scales of ``message`` [rows, bytes] of ``values`` [rows, n] as "scaled" rounding does."""
+        """Set the scales in ``message`` [rows, bytes], made of ``values`` [rows, n], to those of "scaled" rounding."""
         decoded = torch.empty_like(values, dtype=torch.float32)
         decode(codec, message, decoded)
         scales, _ = codec.parts(message, values.shape[1])
@@ -181,7 +181,7 @@ class Encoded(Encoding):
 
 
 class LowRank(Encoding):
-    """Messages of two factors of a tensor, a matrix [other dimensions, last one], by one step of a power iteration.
+    """Messages of two factors of a tensor as a matrix [other dimensions, last one], by one step of a power iteration.
 
     With M = values + residual [m, n] and the Q of the last message (at first of random numbers):
 
@@ -215,7 +215,7 @@ class LowRank(Encoding):
         left, right = _factors(message, rows, rank)
         left.copy_(torch.linalg.qr(whole @ state.right).Q)
         right.copy_(whole.t() @ left.to(torch.float32))
-        # keep the last right factor unless the new one is finite: all factors after one that is not would be so, too
+        # keep the last right factor unless the new one is finite: none after a non-finite one would be finite again
         fresh, finite = right.to(torch.float32), right.isfinite().all() & left.isfinite().all()
         state.right = torch.where(finite, torch.linalg.qr(torch.where(finite, fresh, state.right)).Q, state.right)
         right.masked_fill_(~finite, float("nan"))

@@ -124,7 +124,7 @@ class SampleCache:
         return self._before[chunk, place].result().to(self._device, torch.float32)
 
     def _visit(self, ids: Sequence[int], step: int) -> Visit:
-        """Give every sample of a micro-batch a slot.
+        """Give every sample of a micro-batch a slot in the cache.
 
         An id that occurs twice has one slot: both samples are sent relative to the activation cached before the
         micro-batch, and the later one is stored.
@@ -171,7 +171,7 @@ class SampleCache:
 
     def write(self, chunk: int, place: int, kept: Tensor) -> None:
         """Cache the activations ``kept`` [samples, elements] of a micro-batch, and read those of the next one."""
-        # of a sample that occurs twice the last row counts
+        # cache the last row of a sample that occurs twice
         last = {slot: row for row, slot in enumerate(self._visits[chunk].slots)}
         rows = torch.tensor(list(last.values()), dtype=torch.int64, device="cpu")
         into = torch.tensor(list(last), dtype=torch.int64, device="cpu")

@@ -31,7 +31,7 @@ class StageCompression:
         forward_delta: encode the change of each sample's activation since it was sent last, rather than the activation
             (AQ-SGD). ``schedule.step`` then takes ``sample_ids``.
         cache_samples: number of samples whose activation both sides of a boundary cache: as many as the data set has.
-            For a further one, that used longest ago is dropped, and sent exactly when it comes again.
+            For a further sample, the one used longest ago is dropped, and sent exactly when it comes again.
         cache_dtype: dtype of cached activations, and of those sent for new samples: bfloat16, float16 or float32.
         cache_folder: an existing folder for memory-mapped files, one for each boundary and side; None: host memory.
         error_feedback: add what a gradient's message loses to the message of the next micro-batch (lazy error
@@ -109,7 +109,7 @@ class StageCompression:
         """Return the encoding of changes of samples' activations.
 
         The encoding rounds without bias, as AQ-SGD's analysis requires (with ``hadamard``, without bias along the
-        change). A codec that would lose too much so rounds to nearest, and its loss is part of the next change.
+        change). A codec that would lose too much in this way rounds to nearest; the next change has what it loses.
         """
         rounding = self._rounding
         if self.forward is not None and relative_error(self.forward, self.block, rounding) >= LARGEST_ERROR:

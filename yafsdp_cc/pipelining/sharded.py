@@ -27,7 +27,7 @@ class ShardedStage(PipelineStage):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.dw_builder = lambda: lambda: None  # returns what torch calls for gradients of weights: nothing is left
+        self.dw_builder = lambda: lambda: None  # torch's stage would compute gradients of weights in what it returns
         self._backwards = 0
 
     def clear_runtime_states(self) -> None:

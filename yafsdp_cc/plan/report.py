@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from yafsdp_cc.engine.spec import PlannedChoice, Role
 
 WIDTH = 100
-"""Columns the printed plan may use."""
+"""Largest width of the printed plan, in columns."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class PlannedReplicated:
 
 @dataclass(frozen=True)
 class PlannedDtypes:
-    """Dtypes that a number of ``tensors`` share: the optimizer updates parameters of dtype ``parameters``, the forward
+    """Dtypes that ``tensors`` parameters share: the optimizer updates them in dtype ``parameters``, the forward
     computes in ``forward``, gathers send ``gathered`` and reduces ``reduced`` (dtypes, names of codecs, or "none")."""
 
     tensors: int
@@ -191,7 +191,7 @@ class Plan:
 
     @property
     def parameters(self) -> int:
-        """Number of parameters of all units and of replicated parameters, as tensors."""
+        """Number of parameter tensors: those of all units, and replicated ones."""
         return sum(unit.parameters for unit in self.units) + self.replicated.parameters
 
     @property

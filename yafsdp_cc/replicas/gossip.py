@@ -66,7 +66,7 @@ _NO_STEP = -1
 _COUNTED = 1 << 20
 """Number modulo which the headers of messages count steps, as headers are fp32."""
 _ROUNDING = 1e-3
-"""Largest rounding error of the mean push-sum weight, 1; in up to 250 replicas a lost message changes it by more."""
+"""Limit for rounding errors of the mean push-sum weight, 1; with up to 250 replicas a lost message exceeds it."""
 _MOST_LOST = 1 / 32
 """Largest share of a message, as ``lost_share`` measures it, that a codec may lose."""
 
@@ -90,7 +90,7 @@ class Gossip(ReplicaSync):
         codec: codec of messages (``"int8"``, ``"int4"``, ...), which hold differences; None: exact, in fp32.
 
     Raises:
-        ValueError: there is no such ``graph``, ``overlap`` or ``codec``, or the codec loses too much for the replicas.
+        ValueError: ``graph``, ``overlap`` or ``codec`` is unknown, or the codec loses too much for so many replicas.
     """
 
     def __init__(

@@ -67,7 +67,7 @@ class Round:
     """Communicator of the members' ranks that hold this shard."""
     task: Task
     contributors: Sequence[int]
-    """Members whose outer gradients count."""
+    """Indices of the members whose outer gradients are in the mean."""
     transfers: bool = False
     """Whether any member takes weights from another."""
     source: int = 0
@@ -76,7 +76,7 @@ class Round:
 
     @property
     def contributes(self) -> bool:
-        """Whether this replica's outer gradient counts; if not, it takes weights."""
+        """Whether this replica's outer gradient counts; if not, the replica takes weights of the member ``source``."""
         return self.comm.rank in self.contributors
 
     def broadcast(self, tensor: Tensor) -> list[dist.Work]:

@@ -84,7 +84,7 @@ def write_state(parameters: Parameters, optimizer: Optimizer, values: Sequence[S
             own[key] = torch.zeros_like(parameter, requires_grad=False)
         if isinstance(own.get(key), Tensor):
             local_of(own[key]).copy_(value)
-        else:  # put it where other parameters have that value: numbers of steps may be in host memory
+        else:  # take the device from other parameters' values: numbers of steps may be in host memory
             kept = (state[key] for state in optimizer.state.values() if isinstance(state.get(key), Tensor))
             device = next((each.device for each in kept), None)
             own[key] = value.to(device) if isinstance(value, Tensor) and device is not None else value

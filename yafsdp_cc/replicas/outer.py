@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
 _SPARSE_BLOCK = 4096
 _MOMENTUM, _RESIDUAL, _START = "outer_momentum", "outer_residual", "outer_start"
-"""Names in checkpoints; earlier versions' checkpoints need them unchanged."""
+"""Names of outer state in checkpoints; checkpoints of earlier versions need these names unchanged."""
 
 
 class Outer(ReplicaSync):
@@ -490,7 +490,7 @@ class _Fragment:
 
 
 def _runs(parameters: Sequence[nn.Parameter], count: int) -> Iterator[list[nn.Parameter]]:
-    """Yield ``count`` runs of adjacent parameters with about as many elements; fewer if some parameters are large."""
+    """Yield ``count`` runs of adjacent parameters with about equally many elements; fewer if some are too large."""
     sizes = [each.numel() for each in parameters]
     middles = [after - size / 2 for after, size in zip(accumulate(sizes), sizes, strict=True)]
     places = [int(count * middle / max(sum(sizes), 1)) for middle in middles]

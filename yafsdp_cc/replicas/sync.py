@@ -49,8 +49,8 @@ _REFUSED = (LBFGS, MatrixOptimizer, OneBitOptimizer)
 class _Bound(NamedTuple):
     """Attribute of the parameters of a model whose replicas are synchronized.
 
-    A dictionary from parameters to their ``ReplicaSync`` would never free parameters, as a ``ReplicaSync`` refers to
-    them.
+    ``_Bound`` is an attribute: a dictionary from parameters to their ``ReplicaSync``, which refers to the parameters,
+    would never free them.
     """
 
     sync: ReplicaSync | None
@@ -160,7 +160,7 @@ class ReplicaSync(ABC):
         broadcast_values([local_of(each) for each in (*model.parameters(), *model.buffers())], mesh)
 
     def bind(self, model: nn.Module, mesh: DeviceMesh | None) -> None:
-        """Serve ``model`` from now on. A collective: all replicas take the first one's weights and buffers.
+        """Serve ``model`` from now on. A collective: all replicas take the first replica's weights and buffers.
 
         Args:
             mesh: 1D, the ranks that hold the same shard, one in each replica; None if replicas come and go.

@@ -147,7 +147,7 @@ class ParameterServer:
         """Send the gradients to the ranks that serve their shards, and clear them. A gradient of None counts as zeros.
 
         Raises:
-            RuntimeError: there was no ``pull`` since the last push, or another rank has ended or hangs.
+            RuntimeError: there was no ``pull`` since the last push, or one of the errors of ``pull`` has occurred.
         """
         if not self._has_pulled:
             raise RuntimeError("push() without pull(): a gradient belongs to the weights that were pulled before it")
@@ -208,7 +208,7 @@ class ParameterServer:
         return {"rank": self._rank, "ranks": len(clocks), "pushes": self._pushes, "shard": shard, "residual": residual}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load this rank's part of a checkpoint; ``pull`` next. A collective."""
+        """Load this rank's part of a checkpoint; call ``pull`` next. A collective."""
         world = len(self._weights)
         if (state["rank"], state["ranks"]) != (self._rank, world):
             raise ValueError(
@@ -358,8 +358,8 @@ class ServerShard:
 
         g + λ g ⊙ g ⊙ (w - w_bak)          λ = delay_compensation, or λ = delay_compensation / √(mean square of g + ε)
 
-    before the optimizer makes one step with it. With ``max_staleness=0`` a step waits for the gradients of all workers
-    that still push, and is made with their sum in rank order.
+    and the optimizer makes one step with this result. With ``max_staleness=0`` a step waits for the gradients of all
+    workers that still push, and is made with their sum in rank order.
 
     Args:
         weights: [n], of any floating dtype; updated in place.

@@ -38,7 +38,7 @@ CPU = torch.device("cpu")
 
 
 def _count_causal(count: Callable[..., int], place: int) -> Callable[..., int]:
-    """Return a counter of half of what ``count`` counts where argument number ``place``, ``is_causal``, is true."""
+    """Return ``count``, halved for an operation whose argument number ``place``, ``is_causal``, is true."""
     return lambda *args, **named: count(*args, **named) // (1 + bool(len(args) > place and args[place]))
 
 
@@ -332,7 +332,7 @@ def probe(subject: Subject, policy: MixedPrecisionPolicy) -> Probe:
 
 
 def _truncate(model: nn.Module, blocks: list[nn.Module]) -> dict[nn.Module, nn.Module]:
-    """Remove the middle of each run of equal blocks from its container; return a kept block for each removed one."""
+    """Remove the middle of each run of equal blocks from its container; return the kept block for each removed one."""
     stands_for: dict[nn.Module, nn.Module] = {}
 
     def kind_of(module: nn.Module) -> Any:

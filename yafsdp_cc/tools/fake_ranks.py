@@ -139,14 +139,14 @@ def fake_ranks(
     event: type[Event] = Event,
     modes: tuple[Any, ...] = (),
 ) -> Iterator[DeviceMesh]:
-    """Make this process rank 1 (a single rank: 0) of a mesh, a device per rank; in the block tensors have no memory.
+    """Make this process rank 1 (or 0 of a single one) of a mesh of devices; in the block, tensors have no memory.
 
     Args:
         shape: shape of the mesh: (ranks of a shard), or (replicas, ranks of a shard).
         kind: kind of devices, "cpu" or "cuda"; ``BACKENDS`` gives the backend.
     """
     for codec in error_feedback._NUMBERS:
-        error_feedback.lost_share(codec, 256)  # cache it now: fake tensors have no values to measure it on
+        error_feedback.lost_share(codec, 256)  # cached: a codec's loss cannot be measured on fake tensors
     current = event()
     cuda = {"current_stream": lambda *_: current, "stream": lambda _: ExitStack(), "current_device": lambda: 0}
     backend = {"backend_of": lambda *_: BACKENDS[kind]}

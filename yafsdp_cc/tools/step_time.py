@@ -103,7 +103,7 @@ class StepTime(NamedTuple):
 
 
 def step_time(events: Sequence[Event], ranks: int, flops_per_second: float, link: Link) -> StepTime:
-    """Return how long a step takes."""
+    """Return how long a step of these ``events`` takes."""
     ends: list[float] = []
     free = {True: 0.0, False: 0.0}
     computed = {"forward": 0.0, "backward": 0.0}
@@ -167,7 +167,7 @@ def events_of(plan: Plan, work: Mapping[str, Work]) -> list[Event]:
             share = traffic[index].reduce / in_reduces
             reduced[buffer] = add("all_reduce", unit.name, share * plan.communication.replicas, reduced[buffer])
         again = before[index]
-        if again is not None:  # the unit's weight buffer is free: it gathers the unit that had it before
+        if again is not None:  # the unit's weight buffer is free to gather the unit that had it before
             gathered_again[again] = add("all_gather", units[again].name, traffic[again].gather_backward, done)
     add("all_reduce", "", plan.communication.replicated, len(events) - 1)
     return events

@@ -44,7 +44,7 @@ REPLACED = {
     "precision": ("mp_policy",),
     "shard": ("reshard_after_forward", "zero_stage"),
 }
-"""Arguments of ``shard`` and ``fully_shard``, by the section whose settings replace them."""
+"""Arguments of ``shard`` and ``fully_shard``, by the section of run files whose settings replace them."""
 
 
 class Asked(NamedTuple):
@@ -222,7 +222,7 @@ class Trial:
     def _end(self) -> NoReturn:
         """End this process once all ranks have come here: what the script does at its end is not part of the trial."""
         self.write()
-        with suppress(RuntimeError):  # another rank has written its figures, too, and left
+        with suppress(RuntimeError):  # another rank may have left, after writing its figures
             if dist.is_initialized():
                 dist.barrier()
         sys.stdout.flush()
@@ -269,7 +269,7 @@ def _one_bit(kind: str, asked: Asked) -> type[OneBitAdam]:
 
     class OneBit(OneBitAdam):
         def __init__(self, params: Any, *args: Any, **given: Any) -> None:
-            for name in ("foreach", "fused", "capturable", "differentiable"):  # these choose torch's kernels
+            for name in ("foreach", "fused", "capturable", "differentiable"):  # arguments that choose torch's kernels
                 given.pop(name, None)
             if wrong := [name for name in ("amsgrad", "maximize") if given.pop(name, False)]:
                 raise ValueError(f"OneBitAdam has no {wrong[0]}, which this script passes to {kind}")

@@ -240,7 +240,7 @@ class FreshStores(RendezvousHandler):
                 self._server, port = self._meet(lambda: _listening_store("localhost", port)), 0
             store = None
             if is_here and inner.get("store_type", "tcp") == "tcp":
-                # on localhost alone: torch's own store would listen on all interfaces, and launchers unpickle values
+                # on localhost alone: torch's own store would listen on all interfaces, launchers unpickle its values
                 with suppress(OSError):  # the port is taken: torch's own store joins another run's there
                     store = _listening_store("localhost", port)
             if store is not None:

@@ -1,6 +1,6 @@
 """Ranks that are forked from a process that has imported torch: a restart takes no seconds of imports.
 
-Ranks are forked from multiprocessing's fork server, a child of the launcher, which imports ``preload`` first.
+Ranks are forked from multiprocessing's fork server, a child of the launcher that has imported ``preload``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _RUNNER = "yafsdp_cc.tools.cli.runner"
 
 
 def install(*, is_forking: bool) -> None:
-    """Let torch's agent fork ranks, if ``is_forking``, and continue stopped ranks when it ends them."""
+    """Let torch's agent fork ranks, if ``is_forking``, and continue stopped ranks that are to end, so that they can."""
     if is_forking:
         multiprocessing.set_forkserver_preload(["yafsdp_cc.tools.cli.preload"])
         forkserver.ensure_running()

@@ -79,7 +79,7 @@ def _run_and_record(argv: list[str]) -> None:
 
 
 def _end_process_groups(rank: int) -> None:
-    """End process groups: a gloo group that is open at the interpreter's exit aborts it about every other time.
+    """End process groups: a gloo group open at the interpreter's exit aborts the process about every other time.
 
     Args:
         rank: id of the rank's process; in a process that the script has forked, the groups have no threads.
@@ -141,7 +141,7 @@ def _run_program(argv: list[str]) -> None:
 def _record(error: BaseException, story: str, exit_code: int) -> None:
     """Write the error file in torch's format, with a time that tells the first failure from its consequences."""
     faulthandler.unregister(signal.SIGTERM)
-    atexit.unregister(_end_process_groups)  # it would wait for operations that other ranks may never issue
+    atexit.unregister(_end_process_groups)  # ending groups would wait for operations that others may never issue
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path is None:
         print(story, end="", file=sys.stderr)

@@ -58,4 +58,4 @@ def spread_windows(data: Tensor, count: int, length: int, rank: int, ranks: int)
 
 
 def _tensor(content: bytes | bytearray) -> Tensor:
-    return torch.from_numpy(np.frombuffer(bytearray(content), np.uint8))  # torch.frombuffer refuses to be empty
+    return torch.from_numpy(np.frombuffer(bytearray(content), np.uint8))  # torch.frombuffer refuses empty text

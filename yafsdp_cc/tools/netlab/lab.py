@@ -126,7 +126,7 @@ class Lab:
     def _on_ranks(self, timeout: float, body: Callable[..., Any], *args: Any) -> list[Any]:
         """Return the results of ``body(*args)`` on each rank, a process forked into its namespace.
 
-        ``bytes`` counts the links meanwhile. The processes, and all that they have started, end with this call.
+        ``bytes`` counts what links carry meanwhile. The processes, and all that they have started, end with this call.
         """
         self._started, self._ended = self.traffic(), None
         context, deadline = multiprocessing.get_context("fork"), time.monotonic() + timeout

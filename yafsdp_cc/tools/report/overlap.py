@@ -17,7 +17,7 @@ Span: TypeAlias = "tuple[float, float]"
 
 
 def joined(spans: Iterable[Span], gap: float = 0.0) -> list[Span]:
-    """Return the same time in as few spans as possible, in order; spans no further apart than ``gap`` are joined."""
+    """Return the time of ``spans`` in as few spans as possible, in order; spans at most ``gap`` apart are joined."""
     found: list[Span] = []
     for begin, end in sorted(spans):
         if found and begin <= found[-1][1] + gap:
@@ -70,7 +70,7 @@ class Slowed(NamedTuple):
 
 
 class Overlap(NamedTuple):
-    """Result of a trace; times are microseconds of all steps together."""
+    """What ``measure`` finds in a trace; times are microseconds of all steps together."""
 
     trace: Trace
     kinds: dict[str, Shared]

@@ -102,7 +102,7 @@ def read_run(path: Path) -> Run:
     A killed run leaves half a line, which is skipped: at the end, or before the start of the resumed run.
 
     Raises:
-        UnreadableError: ``path`` is no such file; the message names the line.
+        UnreadableError: ``path`` is no ``metrics.jsonl``; the message names the line.
     """
     start: Start | None = None
     records: list[Record] = []

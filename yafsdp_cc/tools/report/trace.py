@@ -237,7 +237,7 @@ def _stream(device: object, stream: object) -> str:
 # What an activity is -------------------------------------------------------------------------------------------------
 
 
-_COMMUNICATES = re.compile(r"nccl|gloo:|modelled_transfer", re.IGNORECASE)  # modelled_transfer is of bench/paced.py
+_COMMUNICATES = re.compile(r"nccl|gloo:|modelled_transfer", re.IGNORECASE)  # modelled_transfer: bench/paced.py's kernel
 _CODEC = re.compile(r"yafsdp_cc::(encode|decode)")
 _UNIT = re.compile(r"(?:Ya)?FSDP::(\w+)(?: \((.*)\))?$")
 _SENDS: dict[str, Kind] = {
