@@ -124,7 +124,7 @@ class SampleCache:
         return self._before[chunk, place].result().to(self._device, torch.float32)
 
     def _visit(self, ids: Sequence[int], step: int) -> Visit:
-        """Give every sample of a micro-batch a slot in the cache.
+        """Give every sample of a micro-batch a slot.
 
         An id that occurs twice has one slot: both samples are sent relative to the activation cached before the
         micro-batch, and the later one is stored.

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from yafsdp_cc.engine.spec import PlannedChoice, Role
 
 WIDTH = 100
-"""Largest width of the printed plan, in columns."""
+"""Columns the printed plan may use."""
 
 
 @dataclass(frozen=True)

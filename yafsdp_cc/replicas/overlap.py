@@ -160,7 +160,7 @@ class Overlap(ReplicaSync):
             kept.data.copy_(total.data)
             read_grads(self._grads, total.views)
             self._hide()
-        elif arrived is None:  # no sum has arrived: the step commits nothing
+        elif arrived is None:  # without a sum the step commits nothing
             read_grads(self._grads, kept.views)
             total.data.copy_(kept.data)
             self._hide()

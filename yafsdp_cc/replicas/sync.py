@@ -160,7 +160,7 @@ class ReplicaSync(ABC):
         broadcast_values([local_of(each) for each in (*model.parameters(), *model.buffers())], mesh)
 
     def bind(self, model: nn.Module, mesh: DeviceMesh | None) -> None:
-        """Serve ``model`` from now on. A collective: all replicas take the first replica's weights and buffers.
+        """Serve ``model`` from now on. A collective: all replicas take the first one's weights and buffers.
 
         Args:
             mesh: 1D, the ranks that hold the same shard, one in each replica; None if replicas come and go.

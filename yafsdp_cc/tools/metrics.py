@@ -94,7 +94,7 @@ class Metrics:
         self._counted = self._sent()
 
     def step(self, loss: Tensor | float | None = None, *, tokens: int = 0, **values: Tensor | float) -> None:
-        """Count an optimizer step; report if a report is due, or if there are further ``values``.
+        """Count an optimizer step; report if one is due, or if there are further values.
 
         Args:
             loss: loss of this step. A tensor of one element is averaged over the ranks, a collective; a number is taken

@@ -103,7 +103,7 @@ class StepTime(NamedTuple):
 
 
 def step_time(events: Sequence[Event], ranks: int, flops_per_second: float, link: Link) -> StepTime:
-    """Return how long a step of these ``events`` takes."""
+    """Return how long a step takes."""
     ends: list[float] = []
     free = {True: 0.0, False: 0.0}
     computed = {"forward": 0.0, "backward": 0.0}

@@ -87,7 +87,7 @@ def nsys_arguments(argv: list[str], folder: Path, trace: str) -> list[str]:
 
 
 def own_flags(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Parse the leading flags, which are the command's, and return the rest: flags of the script may look like them."""
+    """Parse the leading flags, which are the command's, and return the rest; the script's own may look like them."""
     flags = {flag for action in parser._actions for flag in action.option_strings} - {"-h", "--help"}
     place = 0
     while place < len(argv) and argv[place].partition("=")[0] in flags:

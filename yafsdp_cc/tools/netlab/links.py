@@ -166,7 +166,7 @@ def shaping(device: str, rate: int) -> str:
 
 
 def batch(command: Sequence[str], lines: Sequence[str], needs: str) -> None:
-    """Run a program of iproute2 on ``lines``; ``needs`` names the feature that the kernel may lack if it fails."""
+    """Run a program of iproute2 on ``lines``; ``needs`` names the kernel feature that it may lack if it fails."""
     done = subprocess.run([*command, "-batch", "-"], input="\n".join(lines), capture_output=True, text=True)
     if done.returncode != 0:
         why = " ".join(done.stderr.split())
