@@ -143,7 +143,7 @@ class GroupContext(_ContextStep):
     def issue_reduce(self, buffer: Buffer, start: Callable[[bool], Sequence[dist.Work]], finish: Any = None) -> None:
         """Issue an operation that reads a gradient buffer, behind the writes of the caller's stream."""
         if self.last_reduce is not None and not self.reduce_stream.is_ordered:
-            self.wait(self.last_reduce)  # both operations use the scratch buffers
+            self.wait(self.last_reduce)  # this operation and the last one use the same scratch buffers
         self.reduce_stream.wait_for_caller()
         self.explained(partial(self.reduce_stream.issue, buffer.handle, start, finish))
         self.last_reduce = buffer.handle

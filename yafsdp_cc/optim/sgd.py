@@ -53,8 +53,8 @@ class OneBitSGD(OneBitOptimizer):
     ) -> None:
         if not 0 < momentum < 1:
             raise ValueError(
-                f"momentum={momentum}: more than 0, less than 1; for none, torch.optim.SGD does with the compression "
-                "what this would"
+                f"momentum={momentum} must be more than 0 and less than 1; without momentum OneBitSGD "
+                "would do what torch.optim.SGD does: take that, and the model's compression remains"
             )
         super().__init__(
             params,

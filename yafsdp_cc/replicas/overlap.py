@@ -101,7 +101,7 @@ class Overlap(ReplicaSync):
         self.codec, self.half_batches = codec, half_batches
         self._pending: _Step | None = None
         self._first: _Step | None = None
-        """First half of a step once its sum has arrived, which ``_kept`` holds; else None."""
+        """The step whose first half alone is over, with the sum of that half in ``_kept``; None at other times."""
         self._versions: list[int] = []
         self._steps = 0
         # State that ``before_step`` leaves for ``after_step``

@@ -69,7 +69,7 @@ def decoded(message: Tensor) -> Any:
         reader = _Reader(message[end:])
         value = reader.read(head, _DEEPEST)
     except (TypeError, KeyError, RuntimeError, RecursionError) as error:
-        raise ValueError(f"not tensors and plain values: {error}") from None
+        raise ValueError(f"the message does not hold tensors and plain values: {error}") from None
     if len(reader.left):
         raise ValueError(f"{len(reader.left)} bytes follow the last tensor of the message")
     return value

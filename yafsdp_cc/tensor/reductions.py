@@ -99,9 +99,9 @@ refusals: list[Callable[[str], None]] = []
 class ReadAgreement(Agreement):
     """Agreement of the ranks of one shard group on the numbers that they read, such as a norm.
 
-    Replicas may read without each other, so a read has no place among the operations of all ranks, and none is
-    expected: each read asks. NCCL's groups are not asked: hosts that run ahead of their devices would wait for each
-    other at each norm, and NCCL hangs until its time-out where gloo aborts.
+    One replica's ranks may read a number that others do not read, so a read has no place in the order of all ranks'
+    operations, and each read asks the ranks of its shard group. Ranks of an NCCL group do not ask: hosts that run ahead
+    of their devices would wait for each other at each norm, and NCCL hangs until its time-out where gloo aborts.
     """
 
     def __init__(self, rank: int, ranks: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> None:
