@@ -107,7 +107,7 @@ def _be_rank(environment: dict[str, str], arguments: list[str], outputs: list[in
             sys.stdin = open(0, closefd=False)  # noqa: SIM115  # multiprocessing has replaced stdin by an empty file
         multiprocessing.set_start_method(None, force=True)  # reset: the script may set a start method
         with suppress(KeyError, ValueError):
-            torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))  # OpenMP has read the variable at the import of torch
+            torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))  # OpenMP has read the variable already
         random.seed()
         np.random.seed()
         os.environ.clear()
