@@ -687,6 +687,24 @@ threading.Thread(target=late).start()
     assert sorted(ran.stdout.splitlines()) == ["last 2.0"] * 2 + ["late 2.0"] * 2
 
 
+@pytest.mark.parametrize("end", ["", "\nsys.exit(3)", "\nraise ValueError"], ids=["good", "status", "exception"])
+@pytest.mark.parametrize("method", ["fork", also("spawn")])
+def test_files_that_a_script_leaves_open_have_what_was_written(tmp_path: Path, method: str, end: str) -> None:
+    body = """
+import atexit
+text, data = open(f'text-{rank}', 'w'), open(f'data-{rank}', 'wb')
+def note(word): text.write(word)  # refers to the names of the script: nothing frees them before the end
+note('trained')
+data.write(b'1')
+atexit.register(note, ', ended')
+"""
+    yafsdp_cc(*TWO, f"--start-method={method}", alone(tmp_path, body + end), folder=tmp_path)
+    rank = 0 if (tmp_path / "text-0").read_text() else 1  # the launcher ends the other rank, if one has failed
+    for each in (0, 1) if not end else (rank,):
+        assert (tmp_path / f"text-{each}").read_text() == "trained, ended"
+        assert (tmp_path / f"data-{each}").read_bytes() == b"1"
+
+
 @pytest.mark.parametrize("method", ["fork", also("spawn")])
 def test_a_run_under_nohup_outlives_its_terminal(tmp_path: Path, method: str) -> None:
     body = """

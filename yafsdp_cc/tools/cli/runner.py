@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import gc
+import io
 import json
 import os
 import re
@@ -18,6 +20,7 @@ import sys
 import time
 import traceback
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any, NoReturn
@@ -57,7 +60,8 @@ def _join_lab() -> None:
 
 
 def _run_and_record(argv: list[str]) -> None:
-    # atexit runs its first function last: until then the script's threads and exit functions may use process groups.
+    # atexit runs its first function last: the script's threads and exit functions may use process groups, and write.
+    atexit.register(_flush_files)
     atexit.register(_end_process_groups, os.getpid())
     try:
         _run(argv)
@@ -127,15 +131,34 @@ class _ScriptMain(ModuleType):
 def _run_program(argv: list[str]) -> None:
     if "__mp_main__" in sys.modules:
         sys.modules["__mp_main__"] = _ScriptMain("__mp_main__")
+    run = partial(runpy.run_path, argv[0])
     if argv[0] == "-m":
-        sys.argv = argv[1:]
-        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
-        return
-    sys.argv = argv
-    if not getattr(sys.flags, "safe_path", False):
+        argv = argv[1:]
+        run = partial(runpy.run_module, argv[0], alter_sys=True)
+    elif not getattr(sys.flags, "safe_path", False):
         # ``python script.py`` and ``python folder`` set sys.path[0] alike
         sys.path[0] = argv[0] if os.path.isdir(argv[0]) else os.path.dirname(os.path.abspath(argv[0]))
-    runpy.run_path(argv[0], run_name="__main__")
+    sys.argv = argv
+    try:
+        _names.update(run(run_name="__main__"))
+    finally:
+        _flush_files()
+
+
+_names: dict[str, Any] = {}
+"""Global names of the script, whose objects live to the end of the process, as those of ``python script.py`` do."""
+
+
+def _flush_files() -> None:
+    """Write the buffers of files that the script has left open.
+
+    ``python script.py`` does so at its end. The end of a forked rank does not, nor does the garbage collector in the
+    order that keeps the text when it drops a script's names that ``runpy`` has returned.
+    """
+    for each in gc.get_objects():
+        if issubclass(type(each), (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)):
+            with suppress(OSError, ValueError):  # the file is closed, or its disk full
+                each.flush()
 
 
 def _record(error: BaseException, story: str, exit_code: int) -> None:
