@@ -296,6 +296,7 @@ class DeltaAllGather(ExactAllGather):
         version = _BEHIND if behind else self.flat.version
         self.steps = StepTracker(version, self.flat.version)
         self._resumed = own.to(self.flat.device, self.flat.compute_dtype, copy=True), version
+        self.is_resumed = True
 
 
 @dataclass

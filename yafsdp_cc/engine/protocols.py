@@ -73,6 +73,8 @@ class AllGather(Collective):
     """Whether ``prepare`` has anything to do before the next ``start``."""
     builds_on_held = False
     """Whether ``start`` uses the weights that ``output`` still holds, a part of the collective's state."""
+    is_resumed = False
+    """Whether these weights go on from those of a checkpoint."""
 
     def scratch_bytes(self) -> int:
         """Return the bytes of scratch that each weight buffer needs beside the weights."""

@@ -314,9 +314,9 @@ class FSDPState(_ModelStep):
             if not group.spec.settings.keeps_unsharded:
                 group.expire(group.flats)
             elif not keeps:
-                # After a step, all-gathers of deltas go on from the weights that the buffer holds.
-                flats = (flat for flat in group.flats if not (steps and flat.all_gather.builds_on_held))
-                group.expire([flat for flat in flats if flat.trainable])
+                # After a step, here or before a checkpoint, all-gathers of deltas go on from the weights in the buffer.
+                trained = [(flat, flat.all_gather) for flat in group.flats if flat.trainable]
+                group.expire([flat for flat, by in trained if not (by.is_resumed or (steps and by.builds_on_held))])
 
     def end_iteration(self, output: Any) -> None:
         """End the forward of an iteration, whose module returns ``output``."""
