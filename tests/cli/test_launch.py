@@ -655,9 +655,10 @@ say('saved')
         assert (process.returncode, out) == (0, "saved\n" * 2), err
 
 
-def test_gloo_s_threads_get_the_interpreter_once_more_before_it_ends(tmp_path: Path) -> None:
+@pytest.mark.parametrize("last", ["", "group = dist.group.WORLD\ndist.destroy_process_group()"], ids=["", "destroyed"])
+def test_gloo_s_threads_get_the_interpreter_once_more_before_it_ends(tmp_path: Path, last: str) -> None:
     """Without the launcher: a thread that asks for the interpreter while it ends would abort the process."""
-    body = """
+    body = f"""
 import sys, threading, torch.distributed as dist, yafsdp_cc.ranks.groups
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 ends = threading.Event()
@@ -665,6 +666,7 @@ def release():
     ends.wait()
     print("released", flush=True)
 threading.Thread(target=release, daemon=True).start()
+{last}
 sys.setswitchinterval(10)
 ends.set()
 """

@@ -6,7 +6,9 @@ import atexit
 import time
 import weakref
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -20,10 +22,22 @@ if TYPE_CHECKING:
 
 @atexit.register
 def _let_threads_release() -> None:
-    """Leave the interpreter to gloo's threads once more: one of them may have to release the last collective's tensors,
-    which aborts the process, of any program with gloo, if the interpreter is ending by then."""
-    if dist.is_available() and dist.is_initialized():
-        time.sleep(0.05)
+    """Wait until gloo's threads are at rest: one of them may have to release the last collective's tensors, which
+    aborts the process, of any program with gloo, if the interpreter is ending by then."""
+    states, end = "R", time.monotonic() + 2
+    while "R" in states and (states := _states_of_gloo()) and time.monotonic() < end:
+        time.sleep(0.05)  # the threads may have the interpreter meanwhile
+
+
+def _states_of_gloo() -> str:
+    """Return the state of each thread of gloo that runs operations, by a letter: R if it runs or is about to. The
+    threads of a group that something refers to outlive ``destroy_process_group()``."""
+    states = ""
+    for task in Path("/proc/self/task").glob("*"):
+        with suppress(OSError):  # the thread has ended
+            if (task / "comm").read_text() == "pt_gloo_runloop\n":
+                states += (task / "stat").read_text().rpartition(") ")[2][:1]
+    return states
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
