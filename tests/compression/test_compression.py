@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import warnings
 from typing import Any
 
 import pytest
@@ -117,6 +118,46 @@ def test_micro_batches_that_are_not_finite_are_not_left_out_in_silence(codec: st
     for step in range(6):
         ledger.step(step, micro=2)
     ledger.check()
+
+
+@ranks(2)
+def test_gradients_that_are_cleared_before_a_step_are_warned_of() -> None:
+    """What messages have not sent of them comes with the next gradients, as in a GAN whose other network is trained."""
+    model = sharded(Compression("int4"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    exact = sharded(None)
+
+    def backward(step: int) -> None:
+        loss_of(model, step).backward()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loss_of(exact, 0).backward()
+        exact.zero_grad()
+        loss_of(exact, 1).backward()
+        for step in range(3):
+            model.set_requires_gradient_sync(False)  # micro-batches
+            backward(step)
+            model.set_requires_gradient_sync(True)
+            backward(step)
+            with torch.no_grad():
+                loss_of(model, step)
+            optimizer.step()
+            optimizer.zero_grad()
+        with yafsdp_cc.skip_together(model):
+            backward(3)
+            raise ValueError
+        backward(4)
+        optimizer.step()
+        optimizer.zero_grad()
+        model.requires_grad_(False)
+        x = torch.randn(4, 40, requires_grad=True)
+        model(x).sum().backward()
+        model.requires_grad_(True)
+        backward(5)
+        optimizer.zero_grad()
+    with pytest.warns(UserWarning, match=r"no optimizer has taken them; .* requires_grad_\(False\) on this one"):
+        backward(6)
 
 
 @ranks(2)

@@ -11,6 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 import yafsdp_cc
 from tests.compression.ledger import net, unsent
@@ -93,6 +95,68 @@ def test_a_run_goes_on_at_any_number_of_ranks(kind, tmp_path):
         on_ranks(2, kept, kind, codec, folder)
         for world in readers:
             on_ranks(world, gone_on, kind, codec, folder)
+
+
+# Frozen and cleared
+
+
+@pytest.mark.parametrize(
+    ("kind", "mesh"), [*((kind, (2,)) for kind in ("none", *FAMILY)), ("none", (2, 1)), ("adam-momentum", (2, 1))]
+)
+@ranks(2)
+def test_a_parameter_that_is_frozen_while_its_unit_is_trained_keeps_what_waits_for_it(
+    kind: str, mesh: tuple[int, ...]
+) -> None:
+    names = ("replicate", "shard")[-len(mesh) :]
+    device_mesh = init_device_mesh("cpu", mesh, mesh_dim_names=names)
+    compression = yafsdp_cc.Compression("topk", residual="fp32", fallback=False)
+    model: Any = yafsdp_cc.shard(net(), mesh=device_mesh, units=[nn.Sequential], compression=compression)
+    optimizer = FAMILY.get(kind, partial(torch.optim.AdamW, lr=0.01))(model.parameters())
+
+    def state(name: str) -> dict[str, torch.Tensor]:
+        parameter = model.get_parameter(name)
+        moments = {key: each for key, each in optimizer.state[parameter].items() if isinstance(each, DTensor)}
+        found = {key: whole([each])[0] for key, each in {"": parameter.detach(), **moments}.items()}
+        return {"waits": unsent(model)[name], **found}
+
+    for step in range(6):
+        backward(model, step)
+        optimizer.step()
+    before = {name: state(name) for name in ("0.weight", "2.weight")}
+    assert before["2.weight"]["waits"].any()
+    model[2].weight.requires_grad_(False)
+    for step in range(6, 10):
+        backward(model, step)
+        assert model[2].weight.grad is None
+        optimizer.step()
+    for key, each in state("2.weight").items():
+        assert each.equal(before["2.weight"][key]), key
+    assert not state("0.weight")[""].equal(before["0.weight"][""])
+    model[2].weight.requires_grad_(True)
+    backward(model, 10)
+    optimizer.step()
+    assert not state("2.weight")["waits"].equal(before["2.weight"]["waits"])
+
+
+@pytest.mark.parametrize("mesh", [(2,), (2, 1)], ids=["shard", "replicas"])
+@ranks(2)
+def test_gradients_that_are_cleared_in_place_are_in_no_second_moment(mesh: tuple[int, ...]) -> None:
+    found = []
+    for to_none, factor in ((True, torch.nan), (False, torch.nan), (False, 1.0)):
+        names = ("replicate", "shard")[-len(mesh) :]
+        model = sharded("int8", mesh=init_device_mesh("cpu", mesh, mesh_dim_names=names))
+        optimizer = FAMILY["adam-gradient"](model.parameters(), refreshes=2)
+        for step in range(6):
+            if step == 3:  # in a step that sums exactly besides, a batch does not count
+                (loss_of(model, 99, 0) * factor).backward()
+                optimizer.zero_grad(set_to_none=to_none)
+            loss_of(model, step, dist.get_rank()).backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=to_none)
+        found.append(whole([optimizer.state[model[0].weight]["exp_avg_sq"]])[0])
+    assert found[0].isfinite().all()
+    assert found[1].equal(found[0])
+    torch.testing.assert_close(found[2], found[0], rtol=0.01, atol=0)  # residuals have a part of that batch
 
 
 # As torch's optimizers are used

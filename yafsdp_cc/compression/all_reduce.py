@@ -4,6 +4,7 @@ in rank order, so that all ranks get the same bits.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,12 +16,14 @@ from yafsdp_cc.compression.error_feedback import RECEIVED, Encoder, Feedback
 from yafsdp_cc.compression.powersgd import SharedFactors
 from yafsdp_cc.compression.reduce_scatter import CodecEncoder, CompressedSum
 from yafsdp_cc.engine.hierarchy import ExactAllReduce
+from yafsdp_cc.engine.layout import align
 from yafsdp_cc.engine.protocols import AllReduce
 
 if TYPE_CHECKING:
-    from yafsdp_cc.compression.error_feedback import SummedBuffer
+    from yafsdp_cc.compression.error_feedback import Residual, SummedBuffer
     from yafsdp_cc.compression.schedule import CompressionSchedule
     from yafsdp_cc.engine.communicator import CommContext, Works
+    from yafsdp_cc.engine.param import FSDPParam
 
 
 class CompressedAllReduce(CompressedSum, AllReduce):
@@ -55,7 +58,7 @@ class CompressedAllReduce(CompressedSum, AllReduce):
             assert self.exact_mean is not None
             in_place = not self._adds_exact
             self._exact_total = self.exact_mean.copy_(total) if in_place else total.to(torch.float32, copy=True)
-        works = encoder.start(total, self._feedback(), async_op)
+        works = self._start_encoded(total, encoder, async_op)
         self.sent_bytes = encoder.sent_bytes()
         if self._exact_total is not None:
             works = [*works, *self._exact.start(self._exact_total, async_op)]
@@ -86,6 +89,11 @@ class CompressedAllReduce(CompressedSum, AllReduce):
         if self.estimate is None:
             self._add_residual(total)
         return total if self.carried_over is None else total.add_(self.carried_over, alpha=1 / self.context.comm.world)
+
+    def _residuals_of(self, param: FSDPParam) -> Iterator[Residual]:
+        first, end = param.span
+        if self.residual is not None and first < end:
+            yield self.residual.span(first, 1, align(end, self.residual.block) - first)
 
     def _add_residual(self, values: Tensor) -> None:
         if self.residual is not None:

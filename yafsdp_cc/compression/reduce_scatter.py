@@ -38,7 +38,7 @@ import zlib
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from functools import cache, partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -62,15 +62,19 @@ from yafsdp_cc.compression.error_feedback import (
 )
 from yafsdp_cc.compression.powersgd import ChunkFactors, FactorEncoder
 from yafsdp_cc.engine.collectives import ExactReduceScatter
+from yafsdp_cc.engine.layout import align
 from yafsdp_cc.engine.protocols import Collective, ReduceScatter
 
 if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
     from yafsdp_cc.compression.codec import Codec
     from yafsdp_cc.compression.error_feedback import SummedBuffer
     from yafsdp_cc.compression.powersgd import LowRank
     from yafsdp_cc.compression.schedule import CompressionSchedule
     from yafsdp_cc.engine.communicator import CommContext, Works
     from yafsdp_cc.engine.layout import Layout
+    from yafsdp_cc.engine.param import FSDPParam
 
 _OWN = "own chunk"
 
@@ -114,6 +118,8 @@ class CompressedSum(Collective):
         """Whether the messages encoded last were decoded into the estimate."""
         self._encoder = None if self.codec_name == EXACT else self._make_encoder(codec)
         self._encodes = self._keeps_exact = self._adds_exact = self._is_momentum = False
+        self._frozen: list[FSDPParam] = []
+        """Parameters of the buffer that require no gradient in this sum, while others do."""
         self.is_unused = False
         """Whether a sum in the momentum form was made that the optimizer's step has not taken."""
         self._adds_carried = self._adds_residual = False
@@ -194,7 +200,7 @@ class CompressedSum(Collective):
                 warnings.warn(
                     "no step of the 1-bit optimizer has taken the last gradients, which its momentum has: they were "
                     "cleared, or another optimizer took momenta for gradients. While another part is trained, call "
-                    "requires_grad_(False) on this one; leave batches out by skip_together; or take form='gradient'",
+                    "requires_grad_(False) on this one; leave batches out by skip_together",
                     stacklevel=2,
                 )
         if self.schedule.phase.keeps_exact:
@@ -276,15 +282,53 @@ class CompressedSum(Collective):
         self.is_unused |= self._is_momentum
         self._is_decoded = not self._encodes or self.estimate is None
         has_grad = any(param.parameter.grad is not None for param in self.flat.params)
+        self._frozen = [param for param in self.flat.params if not param.parameter.requires_grad]
         self._adds_carried, self._added = encodes and self.carried_over is not None, []
         self._adds_exact = self.exact_mean is not None and has_grad
+        if self._adds_exact:
+            self._drop_cleared_means()
         if encodes or self._keeps_exact:
             schedule.clip_gradients(self.flat.name, grads)
         if self._keeps_exact:
             self.reserve_exact_mean()
-        self._adds_residual = encodes and self._encoder is None and self.residual is not None
+        self._adds_residual = encodes and self._encoder is None and self.residual is not None and not self._frozen
         if self._adds_residual:  # exact sums have replaced the codec
             self._add_residual(grads)
+
+    def _drop_cleared_means(self) -> None:
+        """Zero ``exact_mean`` where ``.grad`` was cleared, to None or in place, since an earlier sum of this step."""
+        assert self.exact_mean is not None
+        for param in self.flat.params:
+            part, grad = param.local_range(self.exact_mean), param.parameter.grad
+            if grad is None:
+                part.zero_()
+            else:  # in place: a host that read whether there is a gradient would wait for a GPU
+                is_zero = cast("DTensor", grad).to_local().any().logical_not()
+                part.masked_fill_(is_zero.to(part.device), 0.0)
+
+    def _start_encoded(self, values: Tensor, encoder: Encoder, async_op: bool) -> Works:
+        """Encode ``values`` and issue the exchange of messages, which hold nothing of frozen parameters' residuals.
+
+        Nobody takes the sum of a parameter that was frozen while others of its flat buffer are trained: its residual
+        waits until it is trained again. Gradients that were deferred before it was frozen are sent.
+        """
+        frozen = () if self._has_deferred else self._frozen
+        parts = [(part, part.load()) for param in frozen for part in self._residuals_of(param)]
+        for part, _ in parts:
+            part.clear()
+        works = encoder.start(values, self._feedback(), async_op)
+        for part, waiting in parts:
+            part.store(part.load().add_(waiting))
+        return works
+
+    @property
+    def _has_deferred(self) -> bool:
+        """Whether the residual has gradients of micro-batches that this sum is to send."""
+        return False
+
+    @abstractmethod
+    def _residuals_of(self, param: FSDPParam) -> Iterator[Residual]:
+        """Return views of the parts of the residual that belong to ``param``, none if there is no residual."""
 
     def _refuse_second_sum(self) -> None:
         for param in self.flat.params:
@@ -321,14 +365,27 @@ class CompressedSum(Collective):
         self._is_decoded = True
         if self._adds_carried:
             self._added.append(self.carried_over)
-            self.carried_over = None
+            self.carried_over = self._of_frozen(self.carried_over)
         if self._adds_residual:
             self._added.append(self.residual)
             self.residual = None
         if self._is_momentum and self.momentum is not None:
+            frozen = self._of_frozen(self.momentum)
             self.momentum.mul_(self.schedule.beta)
             if own is not None:
                 self._add_to_momentum(self.momentum, own, self.schedule.share)
+            if frozen is not None:
+                for param in self._frozen:
+                    param.local_range(self.momentum).copy_(param.local_range(frozen))
+
+    def _of_frozen(self, chunk: Tensor | None) -> Tensor | None:
+        """Return a copy of ``chunk`` [chunk] with zeros but for frozen parameters; None if there are none."""
+        if chunk is None or not self._frozen:
+            return None
+        kept = torch.zeros_like(chunk)
+        for param in self._frozen:
+            param.local_range(kept).copy_(param.local_range(chunk))
+        return kept
 
     def _add_to_momentum(self, momentum: Tensor, own: Tensor, share: float) -> None:
         """Add gradients [chunk] of this rank to the first moment, leaving out blocks that are not finite."""
@@ -435,7 +492,7 @@ class CompressedReduceScatter(CompressedSum, ReduceScatter):
                     # a NaN in every message tells every rank that deferred gradients were not finite
                     chunks.values[:, 0].add_(self._poison)
             self.sent_bytes = encoder.sent_bytes()
-            works = encoder.start(grads, self._feedback(), async_op)
+            works = self._start_encoded(grads, encoder, async_op)
         if not self._keeps_exact:
             return works
         # the exact reduce-scatter overwrites the own chunk, which ``_decode`` still needs: copy it
@@ -509,6 +566,23 @@ class CompressedReduceScatter(CompressedSum, ReduceScatter):
         if (own := self.not_in_residual) is not None:
             self._own_chunk_of(whole).add_(own)
         return whole
+
+    @property
+    def _has_deferred(self) -> bool:
+        return self._poison is not None
+
+    def _residuals_of(self, param: FSDPParam) -> Iterator[Residual]:
+        if self.residual is None:
+            return
+        layout, before = self.flat.layout, 0
+        extent = param.extent
+        for rank, chunk in enumerate(layout.chunks):
+            start = layout.starts[rank]
+            first, end = max(extent.offset, start), min(align(extent.end, self.residual.block), start + chunk)
+            if rank != self.flat.rank:
+                if first < end:
+                    yield self.residual.span(before + first - start, 1, end - first)
+                before += chunk
 
     def _add_residual(self, values: Tensor) -> None:
         if self.residual is not None:

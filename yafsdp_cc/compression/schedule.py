@@ -230,6 +230,7 @@ class CompressionSchedule(CompressionObserver):
             self.follow_scale()
             self.follow_decay()
             self._warn_of_few_bits()
+            self._warn_of_cleared_gradients()
         self.count_step()
 
     def before_reduce(self, group: str) -> None:
@@ -284,6 +285,21 @@ class CompressionSchedule(CompressionObserver):
             factor, self.loss_scale = scale / self.loss_scale, scale
             for each in self._sums.values():
                 each.rescale(factor)
+
+    def _warn_of_cleared_gradients(self) -> None:
+        """Warn if no optimizer of torch's has taken the gradients of the last backward, of which residuals keep a part.
+
+        A ``GradScaler`` that the schedule follows may have skipped the step. In the momentum form, sums warn themselves
+        (``CompressedSum.before_sum``).
+        """
+        state, keeps = self.state, self.phase.encodes and self.config.residual_dtype is not None and not self.beta
+        if keeps and not self.follows_scaler and 0 < state.steps == state.seen[0] and state.is_cleared:
+            warnings.warn(
+                "the gradients of the last backward were cleared, and no optimizer has taken them; but what messages "
+                "have not sent of them yet will come with the next gradients. While another model is trained through "
+                "this one, call requires_grad_(False) on this one; leave batches out by skip_together",
+                stacklevel=2,
+            )
 
     def _warn_of_few_bits(self) -> None:
         """Warn once, in a forward with autograd on, if codecs of few bits are used without a 1-bit optimizer."""

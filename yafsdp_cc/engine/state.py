@@ -94,7 +94,7 @@ class _ModelStep(StepState):
     awaited_backwards: int = history(0)
     """Number of forwards whose backwards may come, all with weights of the version ``_awaited_version``."""
     _awaited_version: int = history(-1)
-    _seen: tuple[int, bool, bool] = history((0, True, True))
+    seen: tuple[int, bool, bool] = history((0, True, True))
     """``steps`` at the last forward, whether gradients were enabled then, and whether the model was in training."""
     _keeps_grads: bool = unreduced(False)
     """Whether a backward has left gradients that a later backward is to sum."""
@@ -292,6 +292,11 @@ class FSDPState(_ModelStep):
         prefetch(self._orders.get(called, [])[:2])
         return iteration
 
+    @property
+    def is_cleared(self) -> bool:
+        """Whether gradients were made final since the last forward, and are there no more."""
+        return self._has_new_grads and all(param.parameter.grad is None for param in self.params)
+
     def expire_weights(self) -> None:
         """Let weights be gathered anew that may have been written since the last forward without torch counting it.
 
@@ -303,10 +308,9 @@ class FSDPState(_ModelStep):
         where gradients were cleared without an optimizer of torch's, as by a loop that makes its own steps, from
         ``train()`` to ``eval()`` or back, where averages are swapped in, and, without such an optimizer, each time.
         """
-        now = self.steps, torch.is_grad_enabled(), self.model.training
-        (steps, _, is_training), before = now, self._seen
-        self._seen, has_new_grads, self._has_new_grads = now, self._has_new_grads, False
-        is_cleared = has_new_grads and all(param.parameter.grad is None for param in self.params)
+        now, is_cleared = (self.steps, torch.is_grad_enabled(), self.model.training), self.is_cleared
+        (steps, _, is_training), before = now, self.seen
+        self.seen, self._has_new_grads = now, False
         keeps = steps != before[0] or (steps > 0 and is_training is before[2] and not is_cleared)
         if keeps and now[1] and before[1]:
             return

@@ -494,6 +494,8 @@ class OneBitOptimizer(Optimizer):
         found: list[tuple[Any, Tensor]] = []
         for parameter in self._parameters:
             param, compressed = _fsdp_param(parameter), self._encoded.get(id(parameter))
+            if not parameter.requires_grad and parameter.grad is None:
+                continue  # the sum of a frozen parameter's flat buffer has zeros for it, which are no gradient
             if param is not None and compressed is not None and compressed.exact_mean is not None:
                 found.append((parameter, param.local_range(compressed.exact_mean).div_(scale)))
         if self.max_grad_norm is not None and found:
