@@ -53,17 +53,37 @@ def test_a_rank_that_is_stuck_elsewhere_is_named_with_its_line(capfd: pytest.Cap
     assert re.search(r"  rank 0: at .*test_watch.py:\d+ body .*\n(    .*\n)+  rank 1", found), told
 
 
+def stop_for(seconds: float, after: float = 0.0) -> None:
+    """Stop this process, in a while, from a child of it."""
+    parent = os.getpid()
+    if os.fork() == 0:
+        time.sleep(after)
+        os.kill(parent, signal.SIGSTOP)
+        time.sleep(seconds)
+        os.kill(parent, signal.SIGCONT)
+        os._exit(0)
+
+
+def test_another_rank_tells_when_the_first_one_is_stopped_while_it_waits(capfd: pytest.CaptureFixture[str]) -> None:
+    def body() -> None:
+        model = trained(seconds=2)
+        if dist.get_rank() == 0:
+            stop_for(7, after=1.5)  # it has written by then where it waits
+        if dist.get_rank() == 1:
+            slow_batch(8)
+        model(torch.ones(1, 64)).sum().backward()
+
+    on_ranks(3, body)
+    told = capfd.readouterr().err
+    assert re.search(r"yafsdp-cc: rank 2 waits for ranks 0, 1, .*\n  rank 0: no answer: stopped, or gone\n", told), told
+
+
 def test_a_rank_that_is_stopped_gives_no_answer(capfd: pytest.CaptureFixture[str]) -> None:
     def body() -> None:
         model = trained()
         if dist.get_rank() == 0:
-            child = os.fork()
-            if child == 0:
-                time.sleep(4)
-                os.kill(os.getppid(), signal.SIGCONT)
-                os._exit(0)
-            os.kill(os.getpid(), signal.SIGSTOP)
-            os.waitpid(child, 0)
+            stop_for(4)
+            time.sleep(0.5)
         model(torch.ones(1, 64)).sum().backward()
 
     on_ranks(2, body)

@@ -73,6 +73,8 @@ class _Seen(NamedTuple):
     waited: float
     """Seconds that the rank has waited in ``place``."""
     text: str
+    written: float
+    """Time of the writing, in seconds since 1970."""
 
 
 class _Watch(threading.Thread):
@@ -111,7 +113,7 @@ class _Watch(threading.Thread):
                     is_written = False
             count, place = present, found
             if now - moved >= self._seconds / 2:
-                seen = _Seen(count, place, now - waits if place else 0, self._text(engines))
+                seen = _Seen(count, place, now - waits if place else 0, self._text(engines), time.time())
                 self._store.set(_key(self._rank), json.dumps(seen))
                 is_written = True
                 ranks = sorted({rank for each in engines for rank in each.fingerprint.ranks})
@@ -155,9 +157,12 @@ class _Watch(threading.Thread):
         seen: dict[int, _Seen] = {}
         for rank in ranks:
             if self._store.check([_key(rank)]):
+                found = _Seen(*json.loads(self._store.get(_key(rank))))
+                if abs(time.time() - found.written) > self._seconds and rank != self._rank:
+                    continue  # it has written nothing for six looks: it was stopped since
                 if not seen and rank != self._rank:
                     return False
-                seen[rank] = _Seen(*json.loads(self._store.get(_key(rank))))
+                seen[rank] = found
         waiting = [rank for rank, each in seen.items() if each.place]
         longest = max(each.waited for each in seen.values())
         if longest < self._seconds:
@@ -165,7 +170,7 @@ class _Watch(threading.Thread):
         others, silent = [rank for rank in seen if rank not in waiting], [rank for rank in ranks if rank not in seen]
         if others or silent:
             wait = f"wait{'s' * (len(waiting) == 1)}"
-            why = f"{named_ranks(waiting)} {wait} for {named_ranks([*others, *silent])}"
+            why = f"{named_ranks(waiting)} {wait} for {named_ranks(sorted([*others, *silent]))}"
         elif len({each[:2] for each in seen.values()}) > 1:
             why = "the ranks wait in different operations"
         elif seen[waiting[0]].place.startswith("engine"):
