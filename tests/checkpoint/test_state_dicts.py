@@ -206,3 +206,17 @@ def strictly():
 
 def test_strict():
     on_ranks(2, strictly)
+
+
+def shards_for_a_broadcast():
+    model, _ = job("ours")
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    with pytest.raises(ValueError, match=r"whole tensors, and '.*' is sharded: pass what get_model_state_dict\(model"):
+        set_model_state_dict(model, model.state_dict(), options=options)
+    full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    given = model.state_dict() if dist.get_rank() > 0 else full  # torch looks at rank 0's alone
+    set_model_state_dict(model, given, options=options)
+
+
+def test_shards_are_not_broadcast():
+    on_ranks(2, shards_for_a_broadcast)

@@ -14,6 +14,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+import torch.distributed as dist
 import torch.distributed._state_dict_utils
 import torch.distributed.checkpoint.state_dict
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from yafsdp_cc.engine.param import owner_of
 from yafsdp_cc.forms.offload import HostFlatParam
 from yafsdp_cc.forms.subclasses import PLAIN, check_plain, subclass_of
+from yafsdp_cc.ranks.checks import refused_together
 from yafsdp_cc.tensor.dtensor import FlatDTensor, flat_dtensor
 from yafsdp_cc.tensor.unwritten import makes_empty, mark_unwritten
 
@@ -237,6 +239,12 @@ def patch_torch() -> None:
                 "broadcast_from_rank0=True",
                 "leave that out, and load the full state dict on every rank",
             )
+        with refused_together(*filter(None, [dist.group.WORLD])):
+            if shard := next((key for key, x in full.items() if type(x) is FlatDTensor and not dist.get_rank()), ""):
+                raise ValueError(
+                    f"broadcast_from_rank0=True takes rank 0's whole tensors, and '{shard}' is sharded: pass what "
+                    "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) returns"
+                )
         broadcast(full, local, *args, **kwargs)
         for key, scalar in scalars.items():
             if isinstance(local.get(key), torch.Tensor):  # a plain tensor replaces the parameter's entry
