@@ -88,6 +88,8 @@ __all__ = [*_MODULES, *_MODULE_OF]
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(_MODULES[name])
+    if name == "__version__":
+        return importlib.import_module("importlib.metadata").version("yafsdp_cc")
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'yafsdp_cc' has no attribute {name!r}")
     return globals().setdefault(name, getattr(importlib.import_module(_MODULE_OF[name]), name))

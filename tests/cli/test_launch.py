@@ -26,6 +26,7 @@ from torch.distributed import run as torchrun
 
 from tests.cli.command import ROOT, children_of, forking, started, wait_for_line, yafsdp_cc
 from tests.soak import LONG, also
+from yafsdp_cc import __version__
 from yafsdp_cc.config import Setting
 from yafsdp_cc.tools.cli import launch
 
@@ -62,6 +63,7 @@ def test_help_names_the_commands_at_once(tmp_path: Path) -> None:
     assert shown.returncode == 0
     assert "launch" in shown.stdout
     assert "demo" in shown.stdout
+    assert __version__ == importlib.metadata.version("yafsdp_cc")
     assert yafsdp_cc("--version", folder=tmp_path).stdout == f"yafsdp_cc {importlib.metadata.version('yafsdp_cc')}\n"
     program = "import sys, yafsdp_cc.tools.cli as cli; cli.main(['--help']); sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, capture_output=True)

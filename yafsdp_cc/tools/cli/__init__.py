@@ -8,6 +8,8 @@ import os
 import sys
 from collections.abc import Callable
 
+import yafsdp_cc
+
 COMMANDS = {
     "config": "write, show or check a run file",
     "launch": "run a training script on several ranks, with a run file and torchrun's own flags",
@@ -33,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"usage: yafsdp-cc [--version] COMMAND ...\n\n{commands}\n\nyafsdp-cc COMMAND --help shows more.")
         return 0
     if name == "--version":
-        print(f"yafsdp_cc {importlib.import_module('importlib.metadata').version('yafsdp_cc')}")
+        print(f"yafsdp_cc {yafsdp_cc.__version__}")
         return 0
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
