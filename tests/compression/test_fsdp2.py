@@ -149,6 +149,35 @@ def some_of_a_group() -> None:
                 assert torch.allclose(there, due, atol=0.02 * due.abs().max())
 
 
+class Heads(nn.Module):
+    """Has heads of one size, of which a forward uses one: the gradient of that one is the forward's input."""
+
+    def __init__(self, names: str) -> None:
+        super().__init__()
+        for name in names:
+            self.register_parameter(name, nn.Parameter(torch.zeros(32, 32)))
+
+    def forward(self, x: Tensor, name: str) -> Tensor:
+        return (self.get_parameter(name) * x).sum()
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (2, 1)])  # sums within a shard, and over replicas
+@ranks(2)
+def test_heads_in_turns_have_the_gradients_of_each_head_alone(shape: tuple[int, int]) -> None:
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    replicas = mesh["replicate"].get_group() if shape[0] == 2 else None
+    models = {names: fully_shard(Heads(names), mesh=mesh["shard"]) for names in ("ab", "a", "b")}
+    for each in models.values():
+        yafsdp_cc.compress(each, "onebit", replicas=replicas)
+    for step in range(6):
+        head, x = "ab"[step % 2], torch.randn(32, 32)
+        for names in ("ab", head):
+            models[names].zero_grad()
+            models[names](x, head).backward()
+        ours, alone = (models[names].get_parameter(head).grad.to_local() for names in ("ab", head))
+        assert torch.equal(ours, alone)
+
+
 def under_ddp() -> None:
     exact = losses(ddp()[0])
     identity, comm = ddp("fp32")

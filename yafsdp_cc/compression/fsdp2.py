@@ -3,12 +3,13 @@
     compress(fsdp2_model, "int8")       every reduce-scatter, and with ``weights`` every all-gather
 
 A group of FSDP2 holds all parameters of a module, norms and biases too, and all are encoded. Residuals belong to the
-hooks, live as long as the hooks do, and start at zero. A hook sees a buffer and not its parameters: where some
-parameters of a group are unused, residuals are told apart by the size of the buffer.
+hooks, live as long as the hooks do, and start at zero. FSDP2 sends only the parameters of a group that have gradients:
+each set of parameters that is sent has a residual of its own.
 """
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -148,7 +149,7 @@ class CompressedCommunication:
         # the hooks count warm-up steps themselves, not the schedule
         self._schedule = CompressionSchedule(replace(config, warmup_steps=0))
         self._all_reduces: dict[Any, CompressedAllReduce] = {}
-        self._reduce_scatters: dict[str, CompressedReduceScatter] = {}
+        self._reduce_scatters: dict[Any, CompressedReduceScatter] = {}
         self._contexts: dict[dist.ProcessGroup, CommContext] = {}
 
     def remove(self) -> None:
@@ -182,22 +183,23 @@ class CompressedCommunication:
         return self._contexts[group]
 
     def reduce_scatter(
-        self, output: Tensor, grads: Tensor, group: dist.ProcessGroup, name: str, *, is_mean: bool
+        self, output: Tensor, grads: Tensor, group: dist.ProcessGroup, name: str, key: Any, *, is_mean: bool
     ) -> None:
         """Fill ``output`` [n] with this rank's chunk of the sum, or the mean, of ``grads`` [world * n].
 
         Args:
-            name: name of the residual, and seed of random numbers.
+            name: seed of random numbers.
+            key: identifies the residual.
             is_mean: whether to divide by the number of ranks.
         """
         world, n, device = group.size(), output.numel(), grads.device
         chunk = align(n, self.config.block)
-        if name not in self._reduce_scatters:
+        if key not in self._reduce_scatters:
             layout = Layout(tuple(Extent((n,), rank * chunk, n) for rank in range(world)), (chunk,) * world)
             buffer = PlainBuffer(name, layout, group.rank(), device, Divisor(world, device), grads.dtype)
-            made = self._reduce_scatters[name] = CompressedReduceScatter(buffer, self._schedule, self.config.gradients)
+            made = self._reduce_scatters[key] = CompressedReduceScatter(buffer, self._schedule, self.config.gradients)
             made.bind(self.context(group, device))
-        compressed = self._reduce_scatters[name]
+        compressed = self._reduce_scatters[key]
         self._schedule.follow_scale()
         if chunk != n:
             grads = pad(grads.view(world, n), (0, chunk - n)).view(-1)
@@ -266,6 +268,13 @@ class _Hook:
         self._calls += 1
         return self._shared.is_exact(self._calls)
 
+    def _sent(self) -> tuple[int, ...]:
+        """Return the ids of the parameters that FSDP2 sends, in order; only ``__call__`` may call it.
+
+        FSDP2 gives a hook no more than a buffer. The function that calls the hook has the parameters as an argument.
+        """
+        return tuple(map(id, sys._getframe(2).f_locals["fsdp_params"]))
+
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
@@ -287,9 +296,8 @@ class _ReduceScatterHook(_Hook, ReduceScatter):
                 f"an encoded reduce-scatter sums, and FSDP2 asks for {op}: call "
                 "set_force_sum_reduction_for_comms(True) on the module, so that FSDP2 divides outside of it"
             )
-        # a residual for each length: FSDP2 sends only those parameters of a group that have gradients
-        name = f"{self._name}/{output_tensor.numel()}"
-        self._shared.reduce_scatter(output_tensor, input_tensor, group, name, is_mean=op == dist.ReduceOp.AVG)
+        name, is_mean = f"{self._name}/{output_tensor.numel()}", op == dist.ReduceOp.AVG
+        self._shared.reduce_scatter(output_tensor, input_tensor, group, name, self._sent(), is_mean=is_mean)
         return None
 
 
@@ -304,7 +312,7 @@ class _AllReduceHook(_Hook):
         if self._is_exact():
             exact_mean(total, self._replicas)
         else:
-            self._shared.all_reduce_mean(total, self._replicas, self._name, (self._name, total.numel()))
+            self._shared.all_reduce_mean(total, self._replicas, self._name, self._sent())
 
 
 class _AllGatherHook(_Hook, AllGather):
