@@ -299,6 +299,16 @@ def test_buckets_of_ddp_are_averaged_while_the_backward_goes_on(warmup: int) -> 
             assert future.value().mean().item() == pytest.approx(step + 0.5, abs=0.1)
 
 
+@ranks(2)
+def test_a_hook_of_ddp_tells_models_apart_that_have_the_same_addresses() -> None:
+    state = yafsdp_cc.CompressionHookState("topk")
+    for gradient in (1.0, 0.0) * 10:  # the next parameter mostly lies where the last one was
+        bucket: Any = Bucket(torch.full((1024,), gradient))
+        yafsdp_cc.encoded_mean(state, bucket)
+        assert bucket.total.any().item() == (gradient == 1)
+        del bucket
+
+
 @ranks(4)
 def test_exact_means_of_fp16_do_not_overflow() -> None:
     total = torch.full((8,), 30_000.0 + 32 * dist.get_rank(), dtype=torch.float16)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
+from torch.utils.weak import WeakIdRef
 
 from yafsdp_cc.compression.codec import AUTO
 from yafsdp_cc.compression.config import Compression, compression_of
@@ -46,7 +47,7 @@ class CompressionHookState(CompressedCommunication):
         assert ranks is not None
         self.group = ranks
         self.sums = self._all_reduces
-        """Compressed sum of each bucket, by the ids of the bucket's parameters in order."""
+        """Compressed sum of each bucket, by references to the bucket's parameters in order."""
         self.steps = 0
         """Number of backwards that have begun."""
         self.stream: CommStream | None = None
@@ -60,7 +61,7 @@ def encoded_mean(state: CompressionHookState, bucket: GradBucket) -> torch.futur
     on a side stream beside the backward.
     """
     total, parameters = bucket.buffer(), bucket.parameters()
-    index, key = bucket.index(), tuple(map(id, parameters))
+    index, key = bucket.index(), tuple(map(WeakIdRef, parameters))
     state.steps += index == 0
     future = torch.futures.Future[Any](devices=[total.device] if total.is_cuda else [])
 
