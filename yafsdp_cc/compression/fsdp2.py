@@ -257,23 +257,38 @@ def exact_mean(total: Tensor, group: dist.ProcessGroup) -> None:
 # Hooks of one module -----------------------------------------------------------------------------------------------
 
 
+_SETS = 8
+"""Most sets of a group's parameters that have residuals, each as long as what it sends."""
+
+
 class _Hook:
     def __init__(self, shared: CompressedCommunication, name: str) -> None:
         self._shared = shared
         self._name = name
         self._calls = 0
 
-    def _is_exact(self) -> bool:
-        """Count this call and return whether it is exact."""
-        self._calls += 1
-        return self._shared.is_exact(self._calls)
+        self._sets: set[tuple[int, ...]] = set()
+        """Sets of parameters, by their ids, that have a residual."""
 
     def _sent(self) -> tuple[int, ...]:
-        """Return the ids of the parameters that FSDP2 sends, in order; only ``__call__`` may call it.
+        """Count this call; return the ids of the parameters that FSDP2 sends, in order, or () if their sum is exact.
 
-        FSDP2 gives a hook no more than a buffer. The function that calls the hook has the parameters as an argument.
+        FSDP2 gives a hook no more than a buffer. The function that calls the hook has the parameters as an argument, so
+        only ``__call__`` may call ``_sent``. Residuals of any number of sets could fill the memory.
         """
-        return tuple(map(id, sys._getframe(2).f_locals["fsdp_params"]))
+        self._calls += 1
+        if self._shared.is_exact(self._calls):
+            return ()
+        sent = tuple(map(id, sys._getframe(2).f_locals["fsdp_params"]))
+        if len(self._sets) == _SETS and sent not in self._sets:
+            warnings.warn(
+                f"unit '{self._name}' has sent {_SETS} sets of parameters, as backwards reach now some of them and now "
+                "others: others are summed exactly. Make what is used together a unit of its own",
+                stacklevel=2,
+            )
+            return ()
+        self._sets.add(sent)
+        return sent
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -288,7 +303,7 @@ class _ReduceScatterHook(_Hook, ReduceScatter):
         op: ReduceOp | ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> dist.Work | None:
-        if self._is_exact():
+        if not (sent := self._sent()):
             exact: dist.Work | None = reduce_scatter_single(output_tensor, input_tensor, op, group, async_op)
             return exact
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
@@ -297,7 +312,7 @@ class _ReduceScatterHook(_Hook, ReduceScatter):
                 "set_force_sum_reduction_for_comms(True) on the module, so that FSDP2 divides outside of it"
             )
         name, is_mean = f"{self._name}/{output_tensor.numel()}", op == dist.ReduceOp.AVG
-        self._shared.reduce_scatter(output_tensor, input_tensor, group, name, self._sent(), is_mean=is_mean)
+        self._shared.reduce_scatter(output_tensor, input_tensor, group, name, sent, is_mean=is_mean)
         return None
 
 
@@ -309,10 +324,10 @@ class _AllReduceHook(_Hook):
         self._replicas = replicas
 
     def __call__(self, total: Tensor) -> None:
-        if self._is_exact():
-            exact_mean(total, self._replicas)
+        if sent := self._sent():
+            self._shared.all_reduce_mean(total, self._replicas, self._name, sent)
         else:
-            self._shared.all_reduce_mean(total, self._replicas, self._name, self._sent())
+            exact_mean(total, self._replicas)
 
 
 class _AllGatherHook(_Hook, AllGather):
