@@ -4,6 +4,7 @@ import copy
 import itertools
 import pickle
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -268,6 +269,7 @@ def refusals():
             lambda: w.softmax(-1), lambda: torch.cat([w, w]), lambda: w.cumsum(0), lambda: w.sort(),
             lambda: torch._foreach_mul_([torch.ones(8, 4)], [w]), lambda: torch.ones(8, 4).add_(w),
             lambda: torch.add(w, 1, out=torch.ones(1)), lambda: w.new_zeros(3), lambda: w.triu_(), lambda: w.median(),
+            lambda: w.detach().numpy(), w.tolist, lambda: np.asarray(norm), lambda: np.from_dlpack(w.detach()),
             # Wrong without a word, were they let through: other tensors do not lie in ranges as this one does.
             lambda: w + torch.ones(8, 4), lambda: w + torch.ones(4), lambda: w.mul_(norm),
             lambda: w + torch.ones(here), lambda: torch.ones(8, 4) - w, lambda: w + torch.ones(1, 1, 1),

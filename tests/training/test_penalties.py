@@ -59,6 +59,7 @@ TERMS: dict[str, Term] = {
     "a sum, read": lambda p, o, h: _full(p[W].pow(2).sum() + p[NORM].pow(2).sum()),
     "mean": lambda p, o, h: p[W].mean() + p[NORM].pow(2).mean(),
     "l1": lambda p, o, h: F.l1_loss(p[W], o[W]),
+    "number of elements": lambda p, o, h: torch.linalg.vector_norm(p[W], 0) + torch.linalg.vector_norm(p[NORM], 0),
     "norm": lambda p, o, h: p[W].norm() + p[NORM].norm(),
     "extremes": lambda p, o, h: p[W].max() - p[V].min(),
     "all": lambda p, o, h: 0.1 * sum(each.pow(2).sum() for each in p.values()) / 3,

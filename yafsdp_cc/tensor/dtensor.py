@@ -253,6 +253,12 @@ class FlatDTensor(SavedInChunks, DTensor, metaclass=_EqualsDTensor):
     ) -> FlatDTensor:
         return wrap(inner_tensors["_local_tensor"], *flatten_spec)
 
+    def numpy(self, *_: Any, **__: Any) -> NoReturn:
+        """Refuse: NumPy and Python would get a part of the elements, or memory that holds none."""
+        raise NotImplementedError(f".numpy(), .tolist() or DLPack of {self.shard_spec}: {CALL_FULL}")
+
+    tolist = __dlpack__ = numpy
+
 
 engines: weakref.WeakSet[FSDPState] = weakref.WeakSet()
 """All engines of the process, whose reduces add to gradients on streams of their own."""
@@ -340,7 +346,9 @@ def take_grads_of_autograd(parameter: torch.Tensor) -> None:
     parameter.requires_grad_(requires_grad)
 
 
-def _take_grad(spec: ShardSpec, grad: torch.Tensor) -> torch.Tensor:
+def _take_grad(spec: ShardSpec, grad: torch.Tensor | None) -> torch.Tensor | None:
+    if grad is None:  # zeros, as of the 0-norm
+        return None
     owner = owner_of(spec)
     if owner is not None and (engine := engine_of(owner)) is not None:
         engine.context.wait_for_reduces()  # reduces in flight add to the same .grad on a stream of their own
