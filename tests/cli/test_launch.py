@@ -162,6 +162,21 @@ dist.all_reduce(torch.ones(1000))
     assert ran.stderr.endswith("yafsdp-cc: rank 1 failed first: exit status 3\n")
 
 
+def test_a_rank_that_left_with_status_0_is_named(tmp_path: Path) -> None:
+    body = """
+left = torch.tensor(os.getpid())
+dist.broadcast(left, 1)
+if rank == 1:
+    sys.exit(0)
+while os.path.exists(f"/proc/{left}"):
+    time.sleep(0.1)
+dist.all_reduce(torch.ones(1000))
+"""
+    ran = yafsdp_cc(*TWO, script(tmp_path, body), folder=tmp_path)
+    assert ran.returncode == 1
+    assert "yafsdp-cc: rank 1 had ended with status 0\nyafsdp-cc: rank 0 failed first: Runt" in ran.stderr
+
+
 @pytest.mark.parametrize(
     ("last_words", "status", "summary"),
     [

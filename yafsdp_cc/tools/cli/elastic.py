@@ -33,7 +33,7 @@ from torch.distributed import DistError
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.api import SignalException, SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
@@ -51,6 +51,7 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher import api as launcher_api
 from torch.distributed.launcher.api import LaunchConfig
 
+from yafsdp_cc.ranks.checks import named_ranks
 from yafsdp_cc.rescue.memory import RunMemory
 from yafsdp_cc.tools.cli.logs import RankLogs, UnwritableError
 from yafsdp_cc.tools.cli.runner import NOTICES
@@ -77,7 +78,7 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser, folder: Pa
             chosen = options.local_ranks_filter
             shown = {int(rank) for rank in chosen.split(",")} if chosen else None
             config.logs_specs = logs = RankLogs(folder, errors, shown, title)
-        job = _Job(folder, logs, "" if config.max_nodes == 1 else " on this node", time.time())
+        job = _Job(folder, logs, "" if config.max_nodes == 1 else " on this node", time.time(), [])
         place = config.rdzv_endpoint
         memory, status = RunMemory(options.name, "" if place == ALONE else f"{config.run_id}-{place}"), 1
         try:
@@ -99,6 +100,8 @@ class _Job(NamedTuple):
     logs: RankLogs | None
     where: str
     began: float
+    left: list[int]
+    """Ranks of this node that had ended with status 0 when torch's agent last looked."""
 
 
 def _torch_config(
@@ -162,6 +165,9 @@ def _launch(job: _Job, launch: Callable[[], object], parser: argparse.ArgumentPa
                     os.kill(pid, number)
 
         def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+            if isinstance(self._pcontext, SubprocessContext):  # before the agent ends the others, when one has failed
+                handlers = self._pcontext.subprocess_handlers.items()
+                job.left[:] = [worker_group.workers[i].global_rank for i, each in handlers if each.proc.poll() == 0]
             result: RunResult = super()._monitor_workers(worker_group)
             if job.logs is not None and result.state != WorkerState.HEALTHY:
                 job.logs.finish()
@@ -373,6 +379,8 @@ def _report(job: _Job, failures: Mapping[int, ProcessFailure]) -> int:
         )
     if lines:
         print(f"yafsdp-cc: the last lines of rank {first.rank}:", *lines, sep="\n  ", file=sys.stderr)
+    if job.left:
+        print(f"yafsdp-cc: {named_ranks(job.left)} had ended with status 0", file=sys.stderr)
     print(f"yafsdp-cc: rank {first.rank} failed first{job.where}: {first.summary}", file=sys.stderr)
     if first.traceback:
         print(f"\n{first.traceback}", file=sys.stderr)
