@@ -103,6 +103,24 @@ def test_they_are_named(shard: Callable[[], Any]) -> None:
                 run(model)
 
 
+@pytest.mark.parametrize("before", OTHERS)
+@pytest.mark.parametrize("shard", [by_shard, by_fully_shard])
+@ranks(2)
+def test_a_write_of_a_shard_into_them_names_them(shard: Callable[[], Any], before: Callable[[Any], None]) -> None:
+    """PEFT's ``add_adapter`` makes them, and TRL's trainers fill them with the weights of the trained adapter."""
+    model = shard()
+    before(model)
+    registered(model)
+    added, weight, bias = model[0].scale.data, model[0][0].weight.data, model[0][0].bias.data
+    for write in (lambda: added.copy_(bias), lambda: torch._foreach_copy_([weight, added], [weight, bias])):
+        with pytest.raises(
+            NotImplementedError, match=r"into a plain tensor .*bias'.* is '0.scale', .*first, then call"
+        ):
+            write()
+    with pytest.raises(NotImplementedError, match=r"of another model.*average of weights, shard that model, too"):
+        plain()[0][0].weight.data.mul_(0.5).add_(weight, alpha=0.5)
+
+
 @ranks(2)
 def test_between_two_calls_and_what_may_stay() -> None:
     model = plain()
@@ -117,6 +135,8 @@ def test_between_two_calls_and_what_may_stay() -> None:
     yafsdp_cc.fully_shard(model[0], ignored_params={ignored})
     yafsdp_cc.fully_shard(model)
     run(model)
+    with pytest.raises(NotImplementedError, match=r"'1.0.weight'.*if that is of another model.*else call .full_tensor"):
+        ignored.data.copy_(model[1][0].weight.data)
     model[2] = nn.Identity()  # what is gone leaves nothing to be trained
     model[1][1] = nn.Tanh()
     run(model)

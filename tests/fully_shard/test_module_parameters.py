@@ -17,7 +17,7 @@ from tests.fully_shard.programs import BF16, AsksInTheModel
 from tests.models import VOCABULARY, WIDTH, Mlp, Transformer
 from tests.ranks import ranks
 from tests.subclasses import Float8Weight
-from tests.twins import numbers, seeded, square, whole
+from tests.twins import numbers, same_gradients, seeded, square, whole
 
 
 class LooksAtItsEmbedding(AsksInTheModel):
@@ -292,6 +292,36 @@ def test_a_penalty_with_a_backward_of_its_own_comes_before_the_loss_s(name: str)
     square(model, TOKENS).backward()
     square(plain, TOKENS).backward()
     torch.testing.assert_close(whole(model.get_parameter(name).grad), plain.get_parameter(name).grad)
+
+
+@ranks(2)
+def test_a_distance_from_a_copy_is_that_of_sharded_parameters_or_refused() -> None:
+    """Elastic weight consolidation and its like: ``parameters()`` and the copies are not of a kind after a forward."""
+    model, plain = _fully_shard(), seeded(Transformer)
+    taken, trained = list(model.parameters()), list(plain.parameters())
+    copies, starts = ([0.5 * p.detach() for p in parameters] for parameters in (taken, trained))
+
+    def far(parameters: Any, copies: list[Tensor]) -> Any:
+        return sum((p - copy).square().sum() for p, copy in zip(parameters, copies, strict=True))
+
+    (square(plain, TOKENS) + far(trained, starts)).backward()
+    truth = {name: p.grad for name, p in plain.named_parameters()}
+    for shows in (lambda: square(model, TOKENS), model.unshard):
+        shows()
+        says = r"'embed.weight'.*have the gathered weight, .*: take list\(model.parameters\(\)\) before the forward"
+        with pytest.raises(NotImplementedError, match=says):
+            far(model.parameters(), copies)
+        with pytest.raises(NotImplementedError, match=says), torch.no_grad():
+            copies[0].lerp_(next(model.parameters()), 0.5)
+        with pytest.raises(NotImplementedError, match=says), torch.no_grad():
+            next(model.parameters()).copy_(copies[0])
+        model.reshard()
+    penalty = far(model.parameters(), copies)
+    (square(model, TOKENS) + penalty).backward()
+    same_gradients(model, truth, within=1e-6)
+    model.zero_grad()
+    (square(model, TOKENS) + far(taken, copies)).backward()
+    same_gradients(model, truth, within=1e-6)
 
 
 @pytest.mark.parametrize("name", ["norm.bias", "head.weight", "blocks.0.up.weight"])

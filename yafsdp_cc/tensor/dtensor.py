@@ -43,7 +43,16 @@ from yafsdp_cc.tensor import reductions
 from yafsdp_cc.tensor.chunks import SavedInChunks
 from yafsdp_cc.tensor.gradients import own_part, plain_grad, reduced, reduction_of
 from yafsdp_cc.tensor.reductions import Across, LazyReduction, Reduction, Summand
-from yafsdp_cc.tensor.refusals import CALL_FULL, LOSES_STEPS, STATE_OF_TORCH, refusal, refusal_of, warn_of_rounding
+from yafsdp_cc.tensor.refusals import (
+    CALL_FULL,
+    LOSES_STEPS,
+    STATE_OF_TORCH,
+    instead_of_writing,
+    instead_while_whole,
+    refusal,
+    refusal_of,
+    warn_of_rounding,
+)
 from yafsdp_cc.tensor.rows import (
     RowShardSpec,
     are_rows,
@@ -244,6 +253,12 @@ class FlatDTensor(SavedInChunks, DTensor, metaclass=_EqualsDTensor):
         whole."""
         raise TypeError(f"the storage of {self.shard_spec}: {_SAVE}")
 
+    def numpy(self, *_: Any, **__: Any) -> NoReturn:
+        """Refuse: NumPy and Python would get a part of the elements, or memory that holds none."""
+        raise NotImplementedError(f".numpy(), .tolist() or DLPack of {self.shard_spec}: {CALL_FULL}")
+
+    tolist = __dlpack__ = numpy
+
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         return ["_local_tensor"], (self.shard_spec, self.requires_grad)
 
@@ -252,12 +267,6 @@ class FlatDTensor(SavedInChunks, DTensor, metaclass=_EqualsDTensor):
         inner_tensors: dict[str, torch.Tensor], flatten_spec: tuple[ShardSpec, bool], outer_size: Any, outer_stride: Any
     ) -> FlatDTensor:
         return wrap(inner_tensors["_local_tensor"], *flatten_spec)
-
-    def numpy(self, *_: Any, **__: Any) -> NoReturn:
-        """Refuse: NumPy and Python would get a part of the elements, or memory that holds none."""
-        raise NotImplementedError(f".numpy(), .tolist() or DLPack of {self.shard_spec}: {CALL_FULL}")
-
-    tolist = __dlpack__ = numpy
 
 
 engines: weakref.WeakSet[FSDPState] = weakref.WeakSet()
@@ -402,18 +411,30 @@ def _local_alike(spec: ShardSpec, flat: FlatDTensor) -> torch.Tensor | None:
     return moved(local, theirs, spec)
 
 
-def operand(func: Any, spec: ShardSpec | None, value: Any, *, is_written: bool = False) -> Any:
+def _refused_into(func: Any, spec: ShardSpec, target: torch.Tensor) -> NotImplementedError:
+    """Return the error for an operation that reads a tensor sharded by ``spec`` and writes to ``target``, which is
+    plain."""
+    return refusal(func, spec, f" into a {_kind_of(target)}", instead_of_writing(spec, target))
+
+
+def _kind_of(value: torch.Tensor) -> str:
+    kind = f"DTensor placed as {value.placements}" if isinstance(value, DTensor) else "plain tensor"
+    return f"{kind} of shape {list(value.shape)}"
+
+
+def operand(func: Any, spec: ShardSpec | None, value: Any, first: Any = None, *, is_written: bool = False) -> Any:
     """Return the operand that replaces ``value`` in an operation on local tensors of ``spec`` (None: on plain tensors):
     a local tensor of the same elements, or one number. For ``_TAKE_WHOLE`` it is this rank's part of a whole tensor.
 
     Args:
+        first: the first operand, which the operation writes to if ``spec`` is None.
         is_written: whether the operation writes to ``value``, which has to be the local tensor itself then.
     """
     if not isinstance(value, torch.Tensor):
         return value
     if isinstance(value, FlatDTensor):
         if spec is None:
-            raise refusal(func, value.shard_spec, " into a tensor that is not sharded alike", also=STATE_OF_TORCH)
+            raise _refused_into(func, value.shard_spec, first)
         if value.shard_spec is spec or value.shard_spec.matches(spec):
             return value._local_tensor
         if not is_written and (local := _local_alike(spec, value)) is not None:
@@ -443,12 +464,12 @@ def operand(func: Any, spec: ShardSpec | None, value: Any, *, is_written: bool =
             return spec.local_of_full(value)
     # A tensor of one element counts as a number if broadcasting it adds no dimension to the result.
     if value.numel() != 1 or value.dim() > min(len(spec.shape), len(spec.local_shape)):
-        kind = f"DTensor placed as {value.placements}" if isinstance(value, DTensor) else "plain tensor"
-        also = STATE_OF_TORCH if isinstance(value, DTensor) or value.shape == spec.global_shape else ""
-        instead = ""
-        if value.shape == spec.global_shape and not written_arguments(func):
-            instead = f"make copies after shard(), by p.detach().clone(): they are sharded alike. Or {CALL_FULL}"
-        raise refusal(func, spec, f" with a {kind} of shape {list(value.shape)}", instead, also)
+        is_whole = value.shape == spec.global_shape
+        instead = instead_while_whole(spec) if is_whole else ""
+        also = STATE_OF_TORCH if not instead and (is_whole or isinstance(value, DTensor)) else ""
+        if is_whole and not written_arguments(func):
+            instead += "make copies after shard(), by p.detach().clone(): they are sharded alike. Or "
+        raise refusal(func, spec, f" with a {_kind_of(value)}", instead and instead + CALL_FULL, also)
     return value
 
 
@@ -474,7 +495,7 @@ def _spec_of_result(operands: Iterable[Any]) -> ShardSpec | None:
     return specs[0] if len(specs) == 1 else max(specs, key=lambda spec: (spec.numel, len(spec.shape)), default=None)
 
 
-def _on_locals(func: Any, spec: ShardSpec | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _on_locals(func: Any, spec: ShardSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run the operation on local tensors, all of them sharded by ``spec``, and numbers."""
     written = written_arguments(func)
     locals_ = [
@@ -496,7 +517,9 @@ def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     """Handle an element-wise operation that works in place, writes to ``out`` or returns new tensors."""
     outs = tuple(args[i] if i < len(args) else kwargs[name] for i, name in written_arguments(func).items())
     if outs:
-        _on_locals(func, outs[0].shard_spec if all(type(x) is FlatDTensor for x in outs) else None, args, kwargs)
+        if (plain := next((x for x in outs if type(x) is not FlatDTensor), None)) is not None:
+            raise _refused_into(func, specs_in((args, kwargs))[0], plain)
+        _on_locals(func, outs[0].shard_spec, args, kwargs)
         increment_version([x._local_tensor for x in outs])
         return outs[0] if len(outs) == 1 else outs
     spec = _spec_of_result((*args, *kwargs.values()))
@@ -525,8 +548,8 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return [
                 x._local_tensor
                 if type(x) is FlatDTensor and x.shard_spec is spec
-                else operand(func, spec, x, is_written=is_written)
-                for x, spec in zip(value, specs, strict=True)
+                else operand(func, spec, x, first, is_written=is_written)
+                for x, spec, first in zip(value, specs, columns[0], strict=True)
             ]
         # "scalars" is a tensor that holds one number for each place of the lists.
         if not isinstance(value, torch.Tensor) or name == "scalars" or (type(value) is torch.Tensor and not value.ndim):

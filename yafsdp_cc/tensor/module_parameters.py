@@ -17,6 +17,7 @@ from yafsdp_cc.engine.param import owner_of
 from yafsdp_cc.engine.state import engine_of
 from yafsdp_cc.forms.extensions import forward_dtype
 from yafsdp_cc.tensor.dtensor import FlatDTensor, engines
+from yafsdp_cc.tensor.refusals import ADD_FIRST
 from yafsdp_cc.tensor.shown import CastWhenUsed, is_unsharded
 from yafsdp_cc.tensor.unwritten import check_written
 
@@ -158,7 +159,6 @@ def _added_parameters(model: torch.nn.Module, ignored: Collection[torch.nn.Param
     if trained := [name for name, parameter in added.items() if parameter.requires_grad]:
         others = f" (and {len(trained) - 1} more)" if len(trained) > 1 else ""
         raise ValueError(
-            f"'{trained[0]}'{others} was added after sharding, so every rank would train values of its own: add "
-            "adapters and layers first, then call shard() or fully_shard()"
+            f"'{trained[0]}'{others} was added after sharding, so every rank would train values of its own: {ADD_FIRST}"
         )
     return list(added.values())

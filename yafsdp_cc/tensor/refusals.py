@@ -13,6 +13,7 @@ from torch.autograd.graph import GradientEdge
 
 from yafsdp_cc.engine.autograd import GateGradFlow, Narrow
 from yafsdp_cc.engine.param import owner_of
+from yafsdp_cc.engine.spec import spec_of, specs_below
 from yafsdp_cc.engine.state import IterationState, engine_of
 from yafsdp_cc.tensor.shown import COPY_OF, LEFT_OVER, SHARDED_AS, UNSHARDED_OF
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from yafsdp_cc.engine.param import FSDPParam
 
 CALL_FULL = "call .full_tensor() for the whole tensor, on every rank"
+ADD_FIRST = "add adapters and layers first, then call shard() or fully_shard()"
 STATE_OF_TORCH = (
     ". Optimizer state that was put in place by hand is sharded otherwise: pass it to optimizer.load_state_dict, whose "
     "next step converts it"
@@ -66,6 +68,40 @@ def _instead(spec: ShardSpec) -> str:
     if group.role != "edge":
         around = "name a unit that contains both: shard(model, units=...)"
     return f"it is whole in the forward of unit '{group.name}' and was read outside. Either {around}, or {CALL_FULL}"
+
+
+def instead_while_whole(spec: ShardSpec) -> str:
+    """Return where to take the sharded parameter from while its module shows the gathered weight; else ""."""
+    owner = owner_of(spec)
+    if owner is None or owner.sites[0][1] not in owner.sites[0][0].__dict__:
+        return ""
+    return (
+        "parameters() and modules have the gathered weight, a plain tensor, from the forward to the backward and after "
+        "unshard(): take list(model.parameters()) before the forward, or compute this before it. Otherwise "
+    )
+
+
+def instead_of_writing(spec: ShardSpec, target: torch.Tensor) -> str:
+    """Return what to type instead of writing a tensor of ``spec`` into ``target``, which is not sharded so."""
+    owner = owner_of(spec)
+    engine = None if owner is None else engine_of(owner)
+    if engine is not None and engine.context.in_forward:
+        return _instead(spec)
+    own = None if owner is None else spec_of(owner.unit)
+    if own is not None:
+        model = own.outermost.modules[0]
+        ignored = {parameter for each in specs_below(model) for parameter in each.ignored}
+        for name, parameter in model.named_parameters():
+            is_added = type(parameter) is torch.nn.Parameter and parameter not in ignored
+            if is_added and parameter.data_ptr() == target.data_ptr() != 0:
+                return (
+                    f"that is '{name}', which was added after sharding: {ADD_FIRST}; if a trainer adds it, make the "
+                    "trainer first, then shard trainer.model"
+                )
+    return (
+        f"{instead_while_whole(spec)}if that is of another model, as of a reference or an average of weights, shard "
+        f"that model, too; else {CALL_FULL}{STATE_OF_TORCH}"
+    )
 
 
 def _called_alone(owner: FSDPParam) -> str:
