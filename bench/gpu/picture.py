@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,6 @@ CONTESTANTS = {
     "ours int8": "this engine, int8 gradients",
     "ours int8 weights": "this engine, int8 gradients and weights",
 }
-LANES = {"computed": "compute", "communicated": "wire"}
 DRAWN = ("fsdp2", "ours", "ours int8", "ours int8 weights")
 COLOURS = {"computed": "#4c72b0", "communicated": "#dd8452", "exposed": "#c44e52"}
 GAP = 0.0005
@@ -40,38 +40,36 @@ Figures = dict[str, Any]
 
 def draw(path: Path, title: str, contestants: dict[str, Figures]) -> None:
     """Write the picture, of the kind that the name ends with."""
-    from matplotlib import rcParams
+    from matplotlib import rc_context
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    rcParams["svg.hashsalt"] = title
-    figure = Figure(figsize=(12, 1.2 + 0.9 * len(contestants)), layout="constrained")
-    panel = figure.subplots()
-    ticks = {}
-    for row, (name, each) in enumerate(contestants.items()):
-        communicated, computed = ([(*span,) for span in each[key]] for key in ("communicated_us", "computed_us"))
-        start = min(span[0] for span in (*communicated, *computed))
-        length = max(span[1] for span in (*communicated, *computed)) - start
-        bars = {
-            "computed": (computed, 0.05),
-            "communicated": (communicated, 0.45),
-            "exposed": (without(communicated, computed), 0.45),
-        }
-        for kind, (spans, offset) in bars.items():
-            drawn = [((begin - start) / 1e3, (end - begin) / 1e3) for begin, end in joined(spans, GAP * length)]
-            panel.broken_barh(drawn, (row + offset, 0.38), color=COLOURS[kind], linewidth=0)
-        for lane, word in LANES.items():
-            ticks[row + bars[lane][1] + 0.19] = f"{CONTESTANTS.get(name, name)}: {word}"
-        panel.plot([length / 1e3] * 2, [row + 0.05, row + 0.83], color="black", linewidth=1)
-        panel.text(length / 1e3, row + 0.44, f" {length / 1e3:.0f} ms", va="center")
-    panel.set_yticks(list(ticks), list(ticks.values()))
-    panel.invert_yaxis()
-    panel.margins(x=0.07)
-    panel.set_xlim(left=0)
-    panel.set(xlabel="milliseconds", title=title)
-    handles = [Patch(color=colour, label=kind) for kind, colour in COLOURS.items()]
-    figure.legend(handles=handles, loc="outside lower right", ncols=len(handles), frameon=False)
-    figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
+    with rc_context({"svg.hashsalt": title, "font.size": 14}):  # to be read on a phone, 400 pixels wide
+        figure = Figure(figsize=(6, 2 + 0.9 * len(contestants)), layout="constrained")
+        panel = figure.subplots()
+        for row, (name, each) in enumerate(contestants.items()):
+            communicated, computed = ([(*span,) for span in each[key]] for key in ("communicated_us", "computed_us"))
+            start = min(span[0] for span in (*communicated, *computed))
+            length = max(span[1] for span in (*communicated, *computed)) - start
+            bars = {
+                "computed": (computed, 0.4),
+                "communicated": (communicated, 0.65),
+                "exposed": (without(communicated, computed), 0.65),
+            }
+            for kind, (spans, offset) in bars.items():
+                drawn = [((begin - start) / 1e3, (end - begin) / 1e3) for begin, end in joined(spans, GAP * length)]
+                panel.broken_barh(drawn, (row + offset, 0.23), color=COLOURS[kind], linewidth=0)
+            panel.text(0, row + 0.36, f"{CONTESTANTS.get(name, name)}: {length / 1e3:.0f} ms")
+        panel.set_yticks([])
+        panel.set_ylim(len(contestants), -0.1)
+        panel.set_xlim(left=0)
+        for side in ("top", "left", "right"):
+            panel.spines[side].set_visible(False)
+        panel.set(xlabel="milliseconds")
+        figure.suptitle(textwrap.fill(title, 36))
+        handles = [Patch(color=colour, label=kind) for kind, colour in COLOURS.items()]
+        figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=12)
+        figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
 def row(what: str, how: str, contestants: dict[str, Figures], cell: Callable[[Figures], str]) -> list[str]:
