@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import fcntl
+import gzip
 import importlib.metadata
 import json
 import os
@@ -709,9 +710,14 @@ threading.Thread(target=late).start()
 @pytest.mark.parametrize("end", ["", "\nsys.exit(3)", "\nraise ValueError"], ids=["good", "status", "exception"])
 @pytest.mark.parametrize("method", ["fork", also("spawn")])
 def test_files_that_a_script_leaves_open_have_what_was_written(tmp_path: Path, method: str, end: str) -> None:
+    """A pipe that nobody reads holds up nothing."""
     body = """
-import atexit
+import atexit, gzip, threading
+unread, pipe = os.pipe()
+threading.Thread(target=open(pipe, 'wb').write, args=(bytes(10**6),), daemon=True).start()
 text, data = open(f'text-{rank}', 'w'), open(f'data-{rank}', 'wb')
+packed = gzip.open(f'packed-{rank}', 'wt')
+packed.write('packed')
 def note(word): text.write(word)  # refers to the names of the script: nothing frees them before the end
 note('trained')
 data.write(b'1')
@@ -722,6 +728,8 @@ atexit.register(note, ', ended')
     for each in (0, 1) if not end else (rank,):
         assert (tmp_path / f"text-{each}").read_text() == "trained, ended"
         assert (tmp_path / f"data-{each}").read_bytes() == b"1"
+    if not end:
+        assert gzip.decompress((tmp_path / "packed-0").read_bytes()) == b"packed"
 
 
 @pytest.mark.parametrize("method", ["fork", also("spawn")])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -121,20 +122,24 @@ def test_micro_batches_that_are_not_finite_are_not_left_out_in_silence(codec: st
 
 
 @ranks(2)
-def test_gradients_that_are_cleared_before_a_step_are_warned_of() -> None:
+def test_gradients_that_are_cleared_before_a_step_are_warned_of(tmp_path: Path) -> None:
     """What messages have not sent of them comes with the next gradients, as in a GAN whose other network is trained."""
     model = sharded(Compression("int4"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    exact = sharded(None)
 
     def backward(step: int) -> None:
         loss_of(model, step).backward()
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        loss_of(exact, 0).backward()
-        exact.zero_grad()
-        loss_of(exact, 1).backward()
+        differences = Compression("int4", feedback="ef21", residual="fp32")
+        for other in map(sharded, ("fp32", Compression("fp32", weights="int8"), differences)):
+            stepped = torch.optim.SGD(other.parameters(), lr=0.01)
+            for step in range(3):
+                loss_of(other, step).backward()
+                if step == 0:
+                    stepped.step()
+                other.zero_grad()
         for step in range(3):
             model.set_requires_gradient_sync(False)  # micro-batches
             backward(step)
@@ -143,7 +148,21 @@ def test_gradients_that_are_cleared_before_a_step_are_warned_of() -> None:
             with torch.no_grad():
                 loss_of(model, step)
             optimizer.step()
+            yafsdp_cc.save(tmp_path / "step", model, optimizer)
             optimizer.zero_grad()
+        evaluated = torch.optim.LBFGS(model.parameters(), lr=0.01, max_iter=3)
+
+        def closure() -> torch.Tensor:
+            evaluated.zero_grad()
+            loss = loss_of(model, 3)
+            loss.backward()
+            return loss
+
+        evaluated.step(closure)
+        model.zero_grad()
+        backward(3)
+        yafsdp_cc.load(tmp_path / "step", model, optimizer)  # residuals, too
+        model.zero_grad()
         with yafsdp_cc.skip_together(model):
             backward(3)
             raise ValueError

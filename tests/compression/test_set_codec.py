@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import nn
 
 import yafsdp_cc
-from tests.compression.ledger import Ledger, gradients, loss_of, set_codecs, sharded, step_of, unsent
+from tests.compression.ledger import Ledger, gradients, loss_of, net, set_codecs, sharded, step_of, unsent
 from tests.internals import flat_params, groups_of, stop_autotuner
-from tests.ranks import on_ranks
+from tests.ranks import on_ranks, ranks
 from tests.soak import also
 from yafsdp_cc import Compression
 
@@ -79,6 +79,32 @@ def handed_over() -> None:
         assert plan.memory == before.memory
         assert plan.communication == before.communication
         assert yafsdp_cc.counters_of(model).owned_bytes == plan.owned_bytes
+
+
+@pytest.mark.parametrize("residual", ["fp32", "int8"])
+@ranks(2)
+def test_what_waits_for_a_frozen_parameter_is_in_the_first_exact_sum_behind_it(residual: str) -> None:
+    compression = Compression("auto", residual=residual, candidates=EVERY[1:])
+    model: Any = yafsdp_cc.shard(net(), units=[nn.Sequential], compression=compression)
+    stop_autotuner(model)
+    set_codecs(model, ["int4"])
+    for step in range(3):
+        loss_of(model, step).backward()
+        model.zero_grad()
+    due, exact = unsent(model), sharded(None)
+    model[2].weight.requires_grad_(False)
+    set_codecs(model, ["fp32"])
+    loss_of(model, 3).backward()
+    model.zero_grad()
+    waits = unsent(model)
+    assert waits["2.weight"].equal(due["2.weight"])
+    assert not any(waits[name].any() for name in ("0.weight", "4.weight"))
+    model[2].weight.requires_grad_(True)
+    for each in (model, exact):
+        loss_of(each, 4).backward()
+    late = gradients(model)["2.weight"] - gradients(exact)["2.weight"]
+    assert torch.allclose(late, due["2.weight"], rtol=1e-5, atol=1e-8)
+    assert not any(each.any() for each in unsent(model).values())
 
 
 def test_what_was_still_to_be_said_is_in_the_next_exact_sum():

@@ -101,11 +101,16 @@ def test_a_run_goes_on_at_any_number_of_ranks(kind, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("kind", "mesh"), [*((kind, (2,)) for kind in ("none", *FAMILY)), ("none", (2, 1)), ("adam-momentum", (2, 1))]
+    ("kind", "mesh", "micro"),
+    [
+        *((kind, (2,), 1) for kind in ("none", *FAMILY)),
+        *((kind, (2, 1), 1) for kind in ("none", "adam-momentum")),
+        *((kind, (2,), 2) for kind in ("none", "adam-momentum", "adam-gradient")),
+    ],
 )
 @ranks(2)
 def test_a_parameter_that_is_frozen_while_its_unit_is_trained_keeps_what_waits_for_it(
-    kind: str, mesh: tuple[int, ...]
+    kind: str, mesh: tuple[int, ...], micro: int
 ) -> None:
     names = ("replicate", "shard")[-len(mesh) :]
     device_mesh = init_device_mesh("cpu", mesh, mesh_dim_names=names)
@@ -119,22 +124,26 @@ def test_a_parameter_that_is_frozen_while_its_unit_is_trained_keeps_what_waits_f
         found = {key: whole([each])[0] for key, each in {"": parameter.detach(), **moments}.items()}
         return {"waits": unsent(model)[name], **found}
 
-    for step in range(6):
-        backward(model, step)
+    def train(step: int) -> None:
+        for number in range(micro):
+            model.set_requires_gradient_sync(number == micro - 1)
+            loss_of(model, 20 * number + step, dist.get_rank()).backward()
+        assert (model[2].weight.grad is None) == (not model[2].weight.requires_grad)
         optimizer.step()
+        optimizer.zero_grad()
+
+    for step in range(6):
+        train(step)
     before = {name: state(name) for name in ("0.weight", "2.weight")}
     assert before["2.weight"]["waits"].any()
     model[2].weight.requires_grad_(False)
     for step in range(6, 10):
-        backward(model, step)
-        assert model[2].weight.grad is None
-        optimizer.step()
+        train(step)
     for key, each in state("2.weight").items():
         assert each.equal(before["2.weight"][key]), key
     assert not state("0.weight")[""].equal(before["0.weight"][""])
     model[2].weight.requires_grad_(True)
-    backward(model, 10)
-    optimizer.step()
+    train(10)
     assert not state("2.weight")["waits"].equal(before["2.weight"]["waits"])
 
 

@@ -58,7 +58,8 @@ class CompressedAllReduce(CompressedSum, AllReduce):
             assert self.exact_mean is not None
             in_place = not self._adds_exact
             self._exact_total = self.exact_mean.copy_(total) if in_place else total.to(torch.float32, copy=True)
-        works = self._start_encoded(total, encoder, async_op)
+        with self._frozen_aside():
+            works = encoder.start(total, self._feedback(), async_op)
         self.sent_bytes = encoder.sent_bytes()
         if self._exact_total is not None:
             works = [*works, *self._exact.start(self._exact_total, async_op)]
@@ -90,10 +91,10 @@ class CompressedAllReduce(CompressedSum, AllReduce):
             self._add_residual(total)
         return total if self.carried_over is None else total.add_(self.carried_over, alpha=1 / self.context.comm.world)
 
-    def _residuals_of(self, param: FSDPParam) -> Iterator[Residual]:
+    def _residuals_of(self, param: FSDPParam, residual: Residual | None = None) -> Iterator[Residual]:
         first, end = param.span
-        if self.residual is not None and first < end:
-            yield self.residual.span(first, 1, align(end, self.residual.block) - first)
+        if (residual := residual or self.residual) is not None and first < end:
+            yield residual.span(first, 1, align(end, residual.block) - first)
 
     def _add_residual(self, values: Tensor) -> None:
         if self.residual is not None:

@@ -37,6 +37,7 @@ import warnings
 import zlib
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache, partial
 from typing import TYPE_CHECKING, cast
 
@@ -119,7 +120,9 @@ class CompressedSum(Collective):
         self._encoder = None if self.codec_name == EXACT else self._make_encoder(codec)
         self._encodes = self._keeps_exact = self._adds_exact = self._is_momentum = False
         self._frozen: list[FSDPParam] = []
-        """Parameters of the buffer that require no gradient in this sum, while others do."""
+        """Parameters of the buffer of which this sum has no gradient, as they are frozen, while others are trained."""
+        self._deferred: set[FSDPParam] = set()
+        """Parameters with deferred gradients, which the next sum sends even if they are frozen by then."""
         self.is_unused = False
         """Whether a sum in the momentum form was made that the optimizer's step has not taken."""
         self._adds_carried = self._adds_residual = False
@@ -222,6 +225,11 @@ class CompressedSum(Collective):
         return self.compression_error
 
     @property
+    def sends_late(self) -> bool:
+        """Whether the residual is of gradients that come with later messages; a difference (EF21) does not come."""
+        return self._encoder is not None and self.residual is not None and self.estimate is None and self.senders > 0
+
+    @property
     def senders(self) -> int:
         """Number of ranks whose messages are summed."""
         return self.flat.layout.world - 1
@@ -282,7 +290,9 @@ class CompressedSum(Collective):
         self.is_unused |= self._is_momentum
         self._is_decoded = not self._encodes or self.estimate is None
         has_grad = any(param.parameter.grad is not None for param in self.flat.params)
-        self._frozen = [param for param in self.flat.params if not param.parameter.requires_grad]
+        self._frozen = [
+            param for param in self.flat.params if not (param.parameter.requires_grad or param in self._deferred)
+        ]
         self._adds_carried, self._added = encodes and self.carried_over is not None, []
         self._adds_exact = self.exact_mean is not None and has_grad
         if self._adds_exact:
@@ -291,9 +301,10 @@ class CompressedSum(Collective):
             schedule.clip_gradients(self.flat.name, grads)
         if self._keeps_exact:
             self.reserve_exact_mean()
-        self._adds_residual = encodes and self._encoder is None and self.residual is not None and not self._frozen
+        self._adds_residual = encodes and self._encoder is None and self.residual is not None
         if self._adds_residual:  # exact sums have replaced the codec
-            self._add_residual(grads)
+            with self._frozen_aside():
+                self._add_residual(grads)
 
     def _drop_cleared_means(self) -> None:
         """Zero ``exact_mean`` where ``.grad`` was cleared, to None or in place, since an earlier sum of this step."""
@@ -306,29 +317,29 @@ class CompressedSum(Collective):
                 is_zero = cast("DTensor", grad).to_local().any().logical_not()
                 part.masked_fill_(is_zero.to(part.device), 0.0)
 
-    def _start_encoded(self, values: Tensor, encoder: Encoder, async_op: bool) -> Works:
-        """Encode ``values`` and issue the exchange of messages, which hold nothing of frozen parameters' residuals.
-
-        Nobody takes the sum of a parameter that was frozen while others of its flat buffer are trained: its residual
-        waits until it is trained again. Gradients that were deferred before it was frozen are sent.
-        """
-        frozen = () if self._has_deferred else self._frozen
-        parts = [(part, part.load()) for param in frozen for part in self._residuals_of(param)]
+    @contextmanager
+    def _frozen_aside(self) -> Iterator[None]:
+        """Take out of the residual, within the block, what waits for frozen parameters, whose sums nobody takes."""
+        parts = [(part, part.load()) for param in self._frozen for part in self._residuals_of(param)]
         for part, _ in parts:
             part.clear()
-        works = encoder.start(values, self._feedback(), async_op)
+        yield
         for part, waiting in parts:
             part.store(part.load().add_(waiting))
-        return works
 
-    @property
-    def _has_deferred(self) -> bool:
-        """Whether the residual has gradients of micro-batches that this sum is to send."""
-        return False
+    def _residual_of_frozen(self) -> Residual | None:
+        """Return a residual that holds what waits for frozen parameters alone; None if there are none."""
+        if self.residual is None or not self._frozen:
+            return None
+        kept = self.residual._replace(values=torch.zeros_like(self.residual.values))
+        for param in self._frozen:
+            for part, before in zip(self._residuals_of(param, kept), self._residuals_of(param), strict=True):
+                part.values.copy_(before.values)
+        return kept
 
     @abstractmethod
-    def _residuals_of(self, param: FSDPParam) -> Iterator[Residual]:
-        """Return views of the parts of the residual that belong to ``param``, none if there is no residual."""
+    def _residuals_of(self, param: FSDPParam, residual: Residual | None = None) -> Iterator[Residual]:
+        """Return views of the parts of ``residual``, or of ``self.residual``, that belong to ``param``."""
 
     def _refuse_second_sum(self) -> None:
         for param in self.flat.params:
@@ -368,7 +379,7 @@ class CompressedSum(Collective):
             self.carried_over = self._of_frozen(self.carried_over)
         if self._adds_residual:
             self._added.append(self.residual)
-            self.residual = None
+            self.residual = self._residual_of_frozen()
         if self._is_momentum and self.momentum is not None:
             frozen = self._of_frozen(self.momentum)
             self.momentum.mul_(self.schedule.beta)
@@ -459,6 +470,7 @@ class CompressedReduceScatter(CompressedSum, ReduceScatter):
 
     def defer(self, grads: Tensor) -> None:
         assert self.residual is not None
+        self._deferred.update(param for param in self.flat.params if param.parameter.requires_grad)
         self.schedule.clip_gradients(self.flat.name, grads)
         for chunks in other_chunks(grads, self.flat.layout, self.flat.rank):
             error_feedback.accumulate(chunks.values, self.residual.of(chunks))
@@ -492,7 +504,8 @@ class CompressedReduceScatter(CompressedSum, ReduceScatter):
                     # a NaN in every message tells every rank that deferred gradients were not finite
                     chunks.values[:, 0].add_(self._poison)
             self.sent_bytes = encoder.sent_bytes()
-            works = self._start_encoded(grads, encoder, async_op)
+            with self._frozen_aside():
+                works = encoder.start(grads, self._feedback(), async_op)
         if not self._keeps_exact:
             return works
         # the exact reduce-scatter overwrites the own chunk, which ``_decode`` still needs: copy it
@@ -535,6 +548,7 @@ class CompressedReduceScatter(CompressedSum, ReduceScatter):
                 total.add_(self._pending.narrow(0, start, total.numel()))
             yield start, total
         self._poison = None
+        self._deferred.clear()
 
     def _own_chunk_of(self, grads: Tensor) -> Tensor:
         return self.context.comm.own_chunk(grads, self.flat.layout.uneven_chunks)
@@ -554,6 +568,7 @@ class CompressedReduceScatter(CompressedSum, ReduceScatter):
     def reset(self) -> None:
         super().reset()
         self._poison = None
+        self._deferred.clear()
 
     def unsent(self) -> Tensor:
         """Return what this rank has not sent yet to each rank, laid out like the gradients, fp32.
@@ -567,21 +582,16 @@ class CompressedReduceScatter(CompressedSum, ReduceScatter):
             self._own_chunk_of(whole).add_(own)
         return whole
 
-    @property
-    def _has_deferred(self) -> bool:
-        return self._poison is not None
-
-    def _residuals_of(self, param: FSDPParam) -> Iterator[Residual]:
-        if self.residual is None:
+    def _residuals_of(self, param: FSDPParam, residual: Residual | None = None) -> Iterator[Residual]:
+        if (residual := residual or self.residual) is None:
             return
         layout, before = self.flat.layout, 0
-        extent = param.extent
         for rank, chunk in enumerate(layout.chunks):
             start = layout.starts[rank]
-            first, end = max(extent.offset, start), min(align(extent.end, self.residual.block), start + chunk)
+            first, end = max(param.extent.offset, start), min(align(param.extent.end, residual.block), start + chunk)
             if rank != self.flat.rank:
                 if first < end:
-                    yield self.residual.span(before + first - start, 1, end - first)
+                    yield residual.span(before + first - start, 1, end - first)
                 before += chunk
 
     def _add_residual(self, values: Tensor) -> None:

@@ -76,6 +76,10 @@ class ScheduledSum(Protocol):
 
     schedule: CompressionSchedule
 
+    @property
+    def sends_late(self) -> bool:
+        """Whether a part of a gradient comes with the messages of later gradients."""
+
     def before_sum(self) -> None:
         """Check and prepare the sum, before it is issued."""
 
@@ -136,6 +140,8 @@ class CompressionSchedule(CompressionObserver):
         """Number of warm-up optimizer steps so far; the count stops when the warm-up is over."""
         self._has_grads = False
         """Whether a backward has made gradients final since the last counted step."""
+        self._have_changed = False
+        """Whether weights have changed since the last forward."""
         self.controller: weakref.ref[PhaseController] | None = None
         """Weak reference to the optimizer that sets ``phase``; None if no optimizer ever did."""
         self.beta = 0.0
@@ -148,6 +154,8 @@ class CompressionSchedule(CompressionObserver):
         """Factor of the losses, and so of gradients and residuals."""
         self._scaler: weakref.ref[torch.amp.GradScaler] | None = None
         self._has_warned = False
+        self._is_resumed = False
+        """Whether a checkpoint was loaded since the last forward in training."""
         self._sums: weakref.WeakValueDictionary[int, ScheduledSum] = weakref.WeakValueDictionary()
         """The compressed sums of the model by their ``id``."""
 
@@ -232,6 +240,7 @@ class CompressionSchedule(CompressionObserver):
             self._warn_of_few_bits()
             self._warn_of_cleared_gradients()
         self.count_step()
+        self._have_changed = False
 
     def before_reduce(self, group: str) -> None:
         if not (self.beta or self.phase.keeps_exact):
@@ -245,17 +254,18 @@ class CompressionSchedule(CompressionObserver):
         self._has_grads = True
 
     def count_step(self) -> None:
-        """Count a warm-up step if weights have changed since the last call and a backward was made: weights that only
-        an evaluation has replaced by their average are no step."""
+        """Count a warm-up step if weights have changed since the last forward and a backward was made: weights that
+        only an evaluation has replaced by their average are no step."""
+        self._have_changed |= self.weights_have_changed()
         if self.is_controlled or self.phase.encodes:
             return
-        if self.weights_have_changed() and self._has_grads:
+        if self._have_changed and self._has_grads:
             self._has_grads = False
             self._set_steps(self.steps + 1)
 
     def resume(self, steps: int) -> None:
         """Resume after ``steps`` optimizer steps; loading the weights does not count as a step."""
-        self._versions, self._has_grads = (), False
+        self._versions, self._has_grads, self._is_resumed = (), False, True
         self._set_steps(steps)
 
     def _set_steps(self, steps: int) -> None:
@@ -287,13 +297,17 @@ class CompressionSchedule(CompressionObserver):
                 each.rescale(factor)
 
     def _warn_of_cleared_gradients(self) -> None:
-        """Warn if no optimizer of torch's has taken the gradients of the last backward, of which residuals keep a part.
+        """Warn if gradients were cleared that no optimizer has taken, and residuals keep a part of them.
 
-        A ``GradScaler`` that the schedule follows may have skipped the step. In the momentum form, sums warn themselves
-        (``CompressedSum.before_sum``).
+        Closures see weights that change within a step. A ``GradScaler`` that the schedule follows may have skipped the
+        step. A loop that never steps an optimizer of torch's may write to weights without torch counting it. In the
+        momentum form, sums warn themselves (``CompressedSum.before_sum``).
         """
-        state, keeps = self.state, self.phase.encodes and self.config.residual_dtype is not None and not self.beta
-        if keeps and not self.follows_scaler and 0 < state.steps == state.seen[0] and state.is_cleared:
+        state, is_resumed, self._is_resumed = self.state, self._is_resumed, False
+        self._have_changed |= self.weights_have_changed()
+        if is_resumed or self._have_changed or self.beta or self.follows_scaler or not 0 < state.steps == state.seen[0]:
+            return
+        if self.phase.encodes and state.is_cleared and any(each.sends_late for each in self._sums.values()):
             warnings.warn(
                 "the gradients of the last backward were cleared, and no optimizer has taken them; but what messages "
                 "have not sent of them yet will come with the next gradients. While another model is trained through "

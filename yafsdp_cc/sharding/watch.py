@@ -73,8 +73,6 @@ class _Seen(NamedTuple):
     waited: float
     """Seconds that the rank has waited in ``place``."""
     text: str
-    written: float
-    """Time of the writing, in seconds since 1970."""
 
 
 class _Watch(threading.Thread):
@@ -86,6 +84,8 @@ class _Watch(threading.Thread):
         self._engines: weakref.WeakSet[GroupContext] = weakref.WeakSet()
         self._store: Store = store.clone()  # type: ignore[attr-defined]  # a wait on ``store`` blocks its connection
         self._rank, self._seconds = rank, seconds
+        self._read: dict[int, tuple[bytes, float]] = {}
+        """What each rank has written last, and when this rank read it first: clocks of machines may differ."""
 
     def add(self, context: GroupContext) -> None:
         """Look for hangs of one more engine as long as it lives."""
@@ -113,7 +113,7 @@ class _Watch(threading.Thread):
                     is_written = False
             count, place = present, found
             if now - moved >= self._seconds / 2:
-                seen = _Seen(count, place, now - waits if place else 0, self._text(engines), time.time())
+                seen = _Seen(count, place, now - waits if place else 0, self._text(engines))
                 self._store.set(_key(self._rank), json.dumps(seen))
                 is_written = True
                 ranks = sorted({rank for each in engines for rank in each.fingerprint.ranks})
@@ -157,12 +157,14 @@ class _Watch(threading.Thread):
         seen: dict[int, _Seen] = {}
         for rank in ranks:
             if self._store.check([_key(rank)]):
-                found = _Seen(*json.loads(self._store.get(_key(rank))))
-                if abs(time.time() - found.written) > self._seconds and rank != self._rank:
-                    continue  # it has written nothing for six looks: it was stopped since
+                written, now = self._store.get(_key(rank)), time.monotonic()
+                if self._read.get(rank, (b"", now))[0] != written:
+                    self._read[rank] = written, now
+                if now - self._read[rank][1] > self._seconds / 2:
+                    continue  # it has written nothing for three looks: it was stopped since
                 if not seen and rank != self._rank:
                     return False
-                seen[rank] = found
+                seen[rank] = _Seen(*json.loads(written))
         waiting = [rank for rank, each in seen.items() if each.place]
         longest = max(each.waited for each in seen.values())
         if longest < self._seconds:

@@ -744,7 +744,7 @@ def _with_mean_loss(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[st
     @functools.wraps(closure)
     def mean() -> Any:
         loss = closure()
-        total = torch.tensor(float(loss), dtype=torch.float64, device="cpu")
+        total = torch.as_tensor(loss, dtype=torch.float64, device="cpu").detach().clone()
         all_reduce_over(all_groups(mesh), total, dist.ReduceOp.SUM, mesh)
         average = total.item() / mesh.size()
         return torch.full_like(loss.detach(), average) if type(loss) is torch.Tensor else average

@@ -124,6 +124,7 @@ def _be_rank(environment: dict[str, str], arguments: list[str], outputs: list[in
     finally:
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
+        runner.drop_names()
         with suppress(Exception):
             sys.stdout.flush()
             sys.stderr.flush()

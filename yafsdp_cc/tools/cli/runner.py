@@ -16,13 +16,14 @@ import os
 import re
 import runpy
 import signal
+import stat
 import sys
 import time
 import traceback
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
-from types import FrameType, ModuleType
+from types import FrameType, FunctionType, ModuleType
 from typing import Any, NoReturn
 
 from yafsdp_cc.tools.netlab import namespaces
@@ -157,8 +158,17 @@ def _flush_files() -> None:
     """
     for each in gc.get_objects():
         if issubclass(type(each), (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)):
-            with suppress(OSError, ValueError):  # the file is closed, or its disk full
-                each.flush()
+            with suppress(Exception):  # the file is closed, its disk full, its class the script's own
+                if stat.S_ISREG(os.fstat(each.fileno()).st_mode):  # a pipe that nobody reads would block
+                    each.flush()
+
+
+def drop_names() -> None:
+    """Free the script's objects, as the interpreter does at its end: compressed files, for instance, are closed."""
+    functions = [each for each in _names.values() if isinstance(each, FunctionType)]
+    for names in (_names, *(each.__globals__ for each in functions if each.__module__ == "__main__")):
+        names.clear()
+    gc.collect()
 
 
 def _record(error: BaseException, story: str, exit_code: int) -> None:
