@@ -231,7 +231,7 @@ def test_what_cannot_work_is_said() -> None:
     groups = [{"params": parameters[:1]}, {"params": parameters[1:], "momentum": 0.5}]
     for kind, given, words in (
         (partial(OneBitSGD), net().parameters(), r"of shape \[60, 40\] is not: yafsdp_cc.shard\(model, compression="),
-        (partial(OneBitSGD, momentum=0), parameters, "momentum=0: more than 0, .* torch.optim.SGD does"),
+        (partial(OneBitSGD, momentum=0), parameters, "momentum=0 must be more than 0 .* torch.optim.SGD does"),
         (partial(OneBitSGD, momentum=1.0), parameters, "momentum=1.0 must be more than 0 and less than 1"),
         (partial(OneBitSGD, lr=-1), parameters, "lr=-1, weight_decay=0.0: 0 or more"),
         (partial(OneBitSGD, warmup_steps=-1), parameters, "warmup_steps=-1: a number of steps, 0 or more"),
