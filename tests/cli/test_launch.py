@@ -156,7 +156,8 @@ if rank == 1:
     os._exit(3)
 dist.all_reduce(torch.ones(1000))
 """
-    ran = yafsdp_cc(*TWO, script(tmp_path, body), folder=tmp_path)
+    seldom = "--monitor-interval=3"  # a rank that fails after the launcher has looked is ended, perhaps without a word
+    ran = yafsdp_cc(*TWO, seldom, script(tmp_path, body), folder=tmp_path)
     assert ran.returncode == 3
     assert "yafsdp-cc: rank 0 failed after it: RuntimeError: " in ran.stderr
     assert "yafsdp-cc: the last lines of rank 1:\n  a library gives up\n" in ran.stderr
