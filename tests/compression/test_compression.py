@@ -123,7 +123,7 @@ def test_micro_batches_that_are_not_finite_are_not_left_out_in_silence(codec: st
 
 @ranks(2)
 def test_gradients_that_are_cleared_before_a_step_are_warned_of(tmp_path: Path) -> None:
-    """What messages have not sent of them comes with the next gradients, as in a GAN whose other network is trained."""
+    """Residuals add a part of cleared gradients to the next ones, as in a GAN whose other network is trained."""
     model = sharded(Compression("int4"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 

@@ -85,7 +85,7 @@ class _Watch(threading.Thread):
         self._store: Store = store.clone()  # type: ignore[attr-defined]  # a wait on ``store`` blocks its connection
         self._rank, self._seconds = rank, seconds
         self._read: dict[int, tuple[bytes, float]] = {}
-        """What each rank has written last, and when this rank read it first: clocks of machines may differ."""
+        """The last entry of each rank in the store, and the time of this rank's clock when this rank first read it."""
 
     def add(self, context: GroupContext) -> None:
         """Look for hangs of one more engine as long as it lives."""

@@ -87,7 +87,7 @@ def named_sharded_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torc
                 yield f"{prefix}.{name}" if prefix else name, parameter
 
 
-# What is checked at each forward --------------------------------------------------------------------------------------
+# ``ModelContents`` checks the model at each forward ------------------------------------------------------------------
 
 
 class ModelContents:

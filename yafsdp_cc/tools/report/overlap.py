@@ -70,7 +70,7 @@ class Slowed(NamedTuple):
 
 
 class Overlap(NamedTuple):
-    """What ``measure`` finds in a trace; times are microseconds of all steps together."""
+    """Result of ``measure`` for one trace; times are microseconds of all steps together."""
 
     trace: Trace
     kinds: dict[str, Shared]
