@@ -22,7 +22,7 @@ from tests.ranks import on_ranks, ranks
 from tests.soak import LONG
 from yafsdp_cc.tools import metrics
 from yafsdp_cc.tools.metrics import Metrics
-from yafsdp_cc.tools.report.page import read_run
+from yafsdp_cc.tools.report.tables import read_run
 
 
 def written(folder: Path, event: str = "") -> list[dict[str, Any]]:
@@ -152,7 +152,7 @@ def test_a_run_that_goes_on(tmp_path: Path) -> None:
     assert run.start.first_step == 2
     assert [y for _, y in run.curve("loss")] == [0, 1, 2, 3, 4, 5]
     assert [x for x, _ in run.curve("loss")] == [1, 2, 3, 4, 5, 6]
-    seconds = [x for x, _ in run.curve("loss", against="seconds")]
+    seconds = [each.seconds for each in run.records if each.loss is not None]
     assert seconds == sorted(seconds)
     assert run.records[-1].event == "end"
 

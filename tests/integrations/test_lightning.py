@@ -16,7 +16,7 @@ import yafsdp_cc
 from tests import reference
 from tests.integrations.examples import as_launched, on_example, same, whole
 from tests.ranks import ranks
-from yafsdp_cc.tools.report.page import read_run
+from yafsdp_cc.tools.report.tables import read_run
 
 pytest.importorskip("lightning", reason="lightning is not installed (extra 'lightning')")
 

@@ -17,7 +17,7 @@ import yafsdp_cc
 from tests import reference
 from tests.integrations.examples import as_launched, on_example, same, whole
 from tests.ranks import ranks
-from yafsdp_cc.tools.report.page import read_run
+from yafsdp_cc.tools.report.tables import read_run
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed (extra 'hf')")
 pytest.importorskip("accelerate", reason="accelerate is not installed (extra 'accelerate')")

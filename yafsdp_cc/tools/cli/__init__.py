@@ -19,7 +19,7 @@ COMMANDS = {
     "demo": "train a small language model on two ranks of this machine",
     "estimate": "tell what a training job will hold, send and take, before it runs",
     "profile": "record some steps of a training script, by torch.profiler or Nsight Systems",
-    "report": "show traces and runs as tables and as a page of HTML",
+    "report": "show traces and runs as tables",
 }
 """Description of each command; its module has ``main(argv) -> exit status``."""
 MODULES = {"try": "try_"}

@@ -1,22 +1,20 @@
-"""``yafsdp-cc report``: traces and runs as tables on the terminal, and as one page of HTML."""
+"""``yafsdp-cc report``: traces and runs as tables."""
 
 from __future__ import annotations
 
 import argparse
-import shlex
 import shutil
 import subprocess
 import sys
-from datetime import datetime
 from pathlib import Path
 
 from yafsdp_cc.table import table
-from yafsdp_cc.tools.report import page
+from yafsdp_cc.tools.report import tables
 from yafsdp_cc.tools.report.overlap import measure
 from yafsdp_cc.tools.report.trace import UnreadableError, read
 
 ABOUT = """\
-A run is a folder with the metrics.jsonl that yafsdp_cc.Metrics writes, or that file; several are drawn side by side.
+A run is a folder with the metrics.jsonl that yafsdp_cc.Metrics writes, or that file; several are compared.
 A trace is what yafsdp-cc profile or torch.profiler has written (.json, .json.gz), or a report of Nsight Systems
 (.nsys-rep, .sqlite): its communication, what of it was exposed, by unit, and what it slowed down. A folder stands for
 everything of these in it."""
@@ -24,38 +22,33 @@ TRACES = (".json", ".json.gz", ".sqlite", ".nsys-rep")
 
 
 def main(argv: list[str]) -> int:
-    """Print the tables and write the page; return 1 if a file cannot be read."""
+    """Print the tables; return 1 if a file cannot be read."""
     parser = argparse.ArgumentParser(prog="yafsdp-cc report", description=ABOUT)
     parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="folders of runs or traces, or files")
-    parser.add_argument("--output", "-o", type=Path, default=Path("report.html"), help="the page (%(default)s)")
     asked = parser.parse_args(argv)
-    if not asked.output.absolute().parent.is_dir():
-        parser.error(f"--output {asked.output}: there is no such folder")
     try:
         files = list({file.resolve(): file for path in asked.paths for file in _files(path)}.values())
-        runs = [page.read_run(file) for file in files if file.suffix == ".jsonl"]
+        runs = [tables.read_run(file) for file in files if file.suffix == ".jsonl"]
         traces = [measure(read(_exported(file))) for file in files if file.suffix != ".jsonl"]
-        sections = [*([page.run_section(runs)] if runs else []), *map(page.trace_section, traces)]
-        source = f"{datetime.now().astimezone():%Y-%m-%d %H:%M %Z}: {shlex.join(['yafsdp-cc', 'report', *argv])}"
-        verdict = page.run_verdict(runs) if runs else []
-        for found in traces:
-            name = f"{found.trace.title}: " if len(traces) > 1 else ""
-            verdict += [f"{name}{line}" for line in page.trace_verdict(found)]
-        asked.output.write_text(page.page(sections, source, verdict), encoding="utf-8")
     except (UnreadableError, OSError) as error:
         print(f"yafsdp-cc report: {error}", file=sys.stderr)
         return 1
     for run in runs:
         for line in run.cut_off:
             print(f"{run.name}: line {line} is left out: the run was ended while it wrote it", file=sys.stderr)
-    print(source, *verdict, "", sep="\n")
-    if runs:
-        print(table(*page.run_table(runs)))
+    verdict = tables.run_verdict(runs) if runs else []
     for found in traces:
-        print(f"\n{found.trace.title}")
-        for title, rows in page.trace_tables(found).items():
+        name = f"{found.trace.title}: " if len(traces) > 1 else ""
+        verdict += [f"{name}{line}" for line in tables.trace_verdict(found)]
+    print(*verdict, "", sep="\n")
+    if runs:
+        print(table(*tables.run_table(runs)))
+    for found in traces:
+        trace = found.trace
+        milliseconds = (trace.end - trace.start) / trace.steps / 1e3
+        print(f"\n{trace.title}, {trace.steps} step{'s' * (trace.steps > 1)} of {milliseconds:,.2f} ms")
+        for title, rows in tables.trace_tables(found).items():
             print(f"\n{title}\n{table(*rows)}")
-    print(f"\nwrote {asked.output}")
     return 0
 
 

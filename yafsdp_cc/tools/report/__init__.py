@@ -1,1 +1,1 @@
-"""Read traces and runs, and show them on one page of HTML. Nothing here imports torch."""
+"""Read traces and runs, and show them as tables. Nothing here imports torch."""

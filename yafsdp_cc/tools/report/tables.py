@@ -1,21 +1,18 @@
-"""One self-contained page of HTML about runs and traces, and the same figures as text."""
+"""The figures of runs and traces as tables, and what to conclude from them."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
-from html import escape
-from importlib.resources import files
+from collections.abc import Sequence
 from math import nan
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, get_args
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from yafsdp_cc.tools.report import charts
-from yafsdp_cc.tools.report.overlap import Overlap, Shared, Slowed, joined
-from yafsdp_cc.tools.report.trace import COMMUNICATION, Kind, UnreadableError
+from yafsdp_cc.tools.report.overlap import Overlap, Shared, Slowed
+from yafsdp_cc.tools.report.trace import COMMUNICATION, UnreadableError
 
 Rows = list[list[str]]
 """A table; the first row is its head, the first column has names."""
@@ -36,8 +33,6 @@ class Start(_Line):
     event: Literal["start"]
     first_step: Count = 0
     ranks: Count = 1
-    plan: str = ""
-    device: str = ""
     planned_bytes: Figure = None
 
 
@@ -60,6 +55,8 @@ class Record(_Line):
     peak_memory_bytes: Figure = None
 
 
+PARTS = ("forward", "backward", "optimizer")
+"""Parts of a step whose seconds a run may know."""
 _LINE: TypeAdapter[Start | Record] = TypeAdapter(Annotated[Start | Record, Field(discriminator="event")])
 
 
@@ -73,19 +70,18 @@ class Run(NamedTuple):
     cut_off: list[int]
     """Numbers of lines that are left out, because the run was killed while it wrote them."""
 
-    def curve(self, key: str, against: str = "step", scale: float = 1.0) -> list[tuple[float, float]]:
-        """Return the values of a key, each with its step or another key's value."""
-        found = [(getattr(each, against), getattr(each, key)) for each in self.records]
-        return [(x / scale, y) for x, y in found if y is not None]
+    def curve(self, key: str) -> list[tuple[int, float]]:
+        """Return the step and the value of each record that has a key."""
+        return [(each.step, value) for each in self.records if (value := getattr(each, key)) is not None]
 
     def usual(self, key: str) -> float | None:
         """Return the median of a key over all reports but the first, whose steps make buffers."""
-        values = [y for _, y in self.curve(key)]
+        values = [value for _, value in self.curve(key)]
         return median(values[1:] or values) if values else None
 
     def parts(self) -> dict[str, float]:
         """Return the usual seconds of the parts of a step that are known, by name."""
-        return {each: self.usual(f"{each}_s") or 0.0 for each in ("forward", "backward", "optimizer")}
+        return {each: self.usual(f"{each}_s") or 0.0 for each in PARTS}
 
     def last(self, key: str) -> Any:
         """Return the last value of a key, NaN if it was not finite; None if there is none."""
@@ -142,11 +138,13 @@ def read_run(path: Path) -> Run:
 
 def run_table(runs: Sequence[Run]) -> Rows:
     """Return the figures of runs, a row for each."""
+    times = ["ms/step", *(f"ms {part}" for part in PARTS)]
     megabytes = ["MB sent/step", "MB owned", "MB planned", "MB at most"]
-    head = ["run", "ranks", "steps", "loss", "val loss", "tokens/s", "ms/step", *megabytes]
+    head = ["run", "ranks", "steps", "loss", "val loss", "tokens/s", *times, *megabytes]
 
     def row(run: Run) -> list[str]:
-        step, sent = run.usual("s_per_step"), [run.usual(f"{each}_bytes_per_step") for each in ("gathered", "reduced")]
+        seconds = map(run.usual, ("s_per_step", *(f"{part}_s" for part in PARTS)))
+        sent = [run.usual(f"{each}_bytes_per_step") for each in ("gathered", "reduced")]
         losses = run.last("loss"), run.last("val_loss")
         held = map(run.last, ("owned_bytes", "planned_bytes", "peak_memory_bytes"))
         return [
@@ -155,7 +153,7 @@ def run_table(runs: Sequence[Run]) -> Rows:
             _cell(run.last("step")),
             *(_cell(loss, ".4f" if loss is None or abs(loss) < 1e6 else ".4g") for loss in losses),
             _cell(run.usual("tokens_per_s"), ",.0f"),
-            _cell(step and 1e3 * step, ",.1f"),
+            *(_cell(each and 1e3 * each, ",.1f") for each in seconds),
             _cell(None if None in sent else sum(each or 0 for each in sent) / 1e6, ",.2f"),
             *(_cell(value and value / 1e6, ",.1f") for value in held),
         ]
@@ -199,48 +197,6 @@ def trace_verdict(found: Overlap) -> list[str]:
     return [f"First: {first}. It costs {share:.0%} of a step, {savings[first] / found.trace.steps / 1e3:,.2f} ms."]
 
 
-def run_section(runs: Sequence[Run]) -> str:
-    """Draw runs side by side."""
-
-    def curves(key: str, **how: Any) -> dict[str, list[tuple[float, float]]]:
-        return {run.name: run.curve(key, **how) for run in runs}  # runs without points, too, keep their colour
-
-    def times(run: Run) -> dict[str, float]:
-        parts = run.parts()
-        parts["other"] = max(0.0, (run.usual("s_per_step") or 0.0) - sum(parts.values()))
-        return {name: 1e3 * seconds for name, seconds in parts.items()}
-
-    def sent(run: Run) -> dict[str, float]:
-        sizes = {"weights": run.usual("gathered_bytes_per_step"), "gradients": run.usual("reduced_bytes_per_step")}
-        return {name: (size or 0) / 1e6 for name, size in sizes.items()}
-
-    held = {"planned": "planned_bytes", "owned": "owned_bytes", "in use at most": "peak_memory_bytes"}
-    memory = {
-        f"{run.name}, {name}": {name: run.last(key) / 1e6}
-        for run in runs
-        for name, key in held.items()
-        # a process's memory on a CPU is mostly not the model's
-        if run.last(key) and (key != "peak_memory_bytes" or run.start.device == "cuda")
-    }
-    seconds = {"against": "seconds", "scale": 60.0}
-    pictures = (
-        charts.lines("Loss against steps", "steps", "loss", curves("loss")),
-        charts.lines("Loss against wall-clock", "minutes", "loss", curves("loss", **seconds)),
-        charts.lines("Validation loss against wall-clock", "minutes", "loss", curves("val_loss", **seconds)),
-        charts.lines("Speed", "steps", "tokens/s", curves("tokens_per_s"), from_zero=True),
-        charts.bars("Time of a step (median)", "milliseconds", {run.name: times(run) for run in runs}),
-        charts.bars("Sent by a rank in a step (median)", "MB", {run.name: sent(run) for run in runs}),
-        charts.bars("Memory of a rank against the plan", "MB", memory),
-    )
-    plans = "".join(
-        f"<details><summary>Plan of {escape(run.name)}</summary><pre>{escape(run.start.plan)}</pre></details>"
-        for run in runs
-        if run.start.plan
-    )
-    shown = f"{table_html(run_table(runs))}<div class=charts>{''.join(pictures)}</div>{plans}"
-    return f"<section><h2>Runs</h2>{shown}</section>"
-
-
 # Traces --------------------------------------------------------------------------------------------------------------
 
 
@@ -263,6 +219,10 @@ def trace_tables(found: Overlap) -> dict[str, Rows]:
         units.append([group or "(no unit)", *(f"{time / steps:,.3f}" for each in both for time in each)])
     tables = {
         "Time": [["kind", "ms/step", "exposed ms/step", "exposed, % of step"], *kinds],
+        "Each moment counted once": [
+            ["part", "ms/step", "% of step"],
+            *([part, f"{time / steps:,.3f}", f"{time / whole:.1f}"] for part, time in found.parts.items()),
+        ],
         "Communication by unit": units,
     }
 
@@ -284,62 +244,9 @@ def trace_tables(found: Overlap) -> dict[str, Rows]:
     return tables
 
 
-def trace_section(found: Overlap) -> str:
-    """Draw a trace: tables, the parts of a step, and the first step as a timeline of the streams."""
-    trace, parts = found.trace, {name: time / 1e3 / found.trace.steps for name, time in found.parts.items()}
-    step = (trace.end - trace.start) / trace.steps
-    lanes: dict[str, dict[str, list[tuple[float, float]]]] = {}
-    for each in sorted(trace.activities, key=lambda each: each.lane):
-        begin, end = max(each.start - trace.start, 0.0), min(each.end - trace.start, step)
-        if begin < step:
-            lanes.setdefault(each.lane, {}).setdefault(each.kind, []).append((begin / 1e3, end / 1e3))
-    gap = step / 1e3 / 2000  # ms: a picture cannot show smaller gaps between spans
-    drawn = {name: {kind: joined(spans, gap) for kind, spans in lane.items()} for name, lane in lanes.items()}
-    shown = (f"<div><h3>{escape(title)}</h3>{table_html(rows)}</div>" for title, rows in trace_tables(found).items())
-    tables = f"<div class=pair>{''.join(shown)}</div>"
-    pictures = charts.timeline("The first step", step / 1e3, COLOURS, drawn) + charts.bars(
-        "Where a step's time goes, each moment counted once", "milliseconds", {"step": parts}, COLOURS
-    )
-    steps = f"{trace.steps} step{'s' * (trace.steps > 1)} of {step / 1e3:,.2f} ms"
-    return f"<section><h2>{escape(trace.title)}</h2><p>{steps}</p><div class=charts>{pictures}</div>{tables}</section>"
-
-
-COLOURS = {kind: place for place, kind in enumerate(get_args(Kind))}
-COLOURS |= {"codec": COLOURS["encode"], "exposed communication": COLOURS["all-gather"], "idle": len(COLOURS)}
-
-
 def _plain(kernel: str) -> str:
     """Return a kernel's name without template arguments and return type."""
     return re.split(r"[<(]", kernel.removeprefix("void "))[0][:60]
-
-
-# The page ------------------------------------------------------------------------------------------------------------
-
-
-STYLE = (files("yafsdp_cc.tools.report") / "style.css").read_text(encoding="utf-8")
-
-
-def page(sections: Iterable[str], source: str = "", verdict: Sequence[str] = ()) -> str:
-    """Return the whole page, which begins with its ``source``, the date and command, and the verdict."""
-    colours = "".join(
-        f"rect.c{i}, path.c{i}, circle.c{i}, .band.c{i} {{ fill: var(--c{i}); }} "
-        f".line.c{i}, .band.c{i} {{ stroke: var(--c{i}); }} i.c{i} {{ background: var(--c{i}); }}\n"
-        for i in range(9)
-    )
-    head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
-    told = "".join(f"<p>{escape(line)}</p>" for line in verdict)
-    top = f"<h1>Report</h1><p class=source>{escape(source)}</p>" + (f"<div class=verdict>{told}</div>" if told else "")
-    style = f"<title>yafsdp-cc report</title><style>{STYLE}{colours}</style>"
-    return f'<!DOCTYPE html>\n<html lang="en"><head>{head}{style}</head><body>{top}{"".join(sections)}</body></html>\n'
-
-
-def table_html(rows: Rows) -> str:
-    """Return a table that scrolls horizontally if the page is too narrow."""
-    head, *body = rows
-    cells = "".join(f"<th>{escape(cell)}</th>" for cell in head)
-    lines = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in body)
-    hint = "<p class=hint>swipe the table to see all columns →</p>" if len(head) > 3 else ""
-    return f"{hint}<div class=scroll><table><tr>{cells}</tr>{lines}</table></div>"
 
 
 def _cell(value: float | None, form: str = "") -> str:
