@@ -91,10 +91,10 @@ class CompressedAllReduce(CompressedSum, AllReduce):
             self._add_residual(total)
         return total if self.carried_over is None else total.add_(self.carried_over, alpha=1 / self.context.comm.world)
 
-    def _residuals_of(self, param: FSDPParam, residual: Residual | None = None) -> Iterator[Residual]:
+    def _residuals_of(self, param: FSDPParam) -> Iterator[Residual]:
         first, end = param.span
-        if (residual := residual or self.residual) is not None and first < end:
-            yield residual.span(first, 1, align(end, residual.block) - first)
+        if self.residual is not None and first < end:
+            yield self.residual.span(first, 1, align(end, self.residual.block) - first)
 
     def _add_residual(self, values: Tensor) -> None:
         if self.residual is not None:

@@ -302,9 +302,10 @@ class CompressedSum(Collective):
         if self._keeps_exact:
             self.reserve_exact_mean()
         self._adds_residual = encodes and self._encoder is None and self.residual is not None
-        if self._adds_residual:  # exact sums have replaced the codec
+        if self._adds_residual and self.residual is not None:  # exact sums have replaced the codec
             with self._frozen_aside():
                 self._add_residual(grads)
+                self.residual.clear()
 
     def _drop_cleared_means(self) -> None:
         """Zero ``exact_mean`` where ``.grad`` was cleared, to None or in place, since an earlier sum of this step."""
@@ -327,19 +328,9 @@ class CompressedSum(Collective):
         for part, waiting in parts:
             part.store(part.load().add_(waiting))
 
-    def _residual_of_frozen(self) -> Residual | None:
-        """Return a residual that holds what waits for frozen parameters alone; None if there are none."""
-        if self.residual is None or not self._frozen:
-            return None
-        kept = self.residual._replace(values=torch.zeros_like(self.residual.values))
-        for param in self._frozen:
-            for part, before in zip(self._residuals_of(param, kept), self._residuals_of(param), strict=True):
-                part.values.copy_(before.values)
-        return kept
-
     @abstractmethod
-    def _residuals_of(self, param: FSDPParam, residual: Residual | None = None) -> Iterator[Residual]:
-        """Return views of the parts of ``residual``, or of ``self.residual``, that belong to ``param``."""
+    def _residuals_of(self, param: FSDPParam) -> Iterator[Residual]:
+        """Return views of the parts of the residual that belong to ``param``."""
 
     def _refuse_second_sum(self) -> None:
         for param in self.flat.params:
@@ -377,17 +368,17 @@ class CompressedSum(Collective):
         if self._adds_carried:
             self._added.append(self.carried_over)
             self.carried_over = self._of_frozen(self.carried_over)
-        if self._adds_residual:
+        if self._adds_residual and not self._frozen:
             self._added.append(self.residual)
-            self.residual = self._residual_of_frozen()
+            self.residual = None
         if self._is_momentum and self.momentum is not None:
-            frozen = self._of_frozen(self.momentum)
+            frozen = [param.local_range(self.momentum) for param in self._frozen]
+            before = [part.clone() for part in frozen]
             self.momentum.mul_(self.schedule.beta)
             if own is not None:
                 self._add_to_momentum(self.momentum, own, self.schedule.share)
-            if frozen is not None:
-                for param in self._frozen:
-                    param.local_range(self.momentum).copy_(param.local_range(frozen))
+            for part, values in zip(frozen, before, strict=True):
+                part.copy_(values)
 
     def _of_frozen(self, chunk: Tensor | None) -> Tensor | None:
         """Return a copy of ``chunk`` [chunk] with zeros but for frozen parameters; None if there are none."""
@@ -582,8 +573,8 @@ class CompressedReduceScatter(CompressedSum, ReduceScatter):
             self._own_chunk_of(whole).add_(own)
         return whole
 
-    def _residuals_of(self, param: FSDPParam, residual: Residual | None = None) -> Iterator[Residual]:
-        if (residual := residual or self.residual) is None:
+    def _residuals_of(self, param: FSDPParam) -> Iterator[Residual]:
+        if (residual := self.residual) is None:
             return
         layout, before = self.flat.layout, 0
         for rank, chunk in enumerate(layout.chunks):
