@@ -315,12 +315,11 @@ class FSDPState(_ModelStep):
         if keeps and now[1] and before[1]:
             return
         for group in self.groups:
-            if not group.spec.settings.keeps_unsharded:
-                group.expire(group.flats)
-            elif not keeps:
+            stays = group.spec.settings.keeps_unsharded
+            if not (stays and keeps):
                 # After a step, here or before a checkpoint, all-gathers of deltas go on from the weights in the buffer.
-                trained = [(flat, flat.all_gather) for flat in group.flats if flat.trainable]
-                group.expire([flat for flat, by in trained if not (by.is_resumed or (steps and by.builds_on_held))])
+                gathers = [(flat, flat.all_gather) for flat in group.flats if flat.trainable or not stays]
+                group.expire([flat for flat, by in gathers if not (by.is_resumed or (steps and by.builds_on_held))])
 
     def end_iteration(self, output: Any) -> None:
         """End the forward of an iteration, whose module returns ``output``."""
