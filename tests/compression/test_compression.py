@@ -179,6 +179,36 @@ def test_gradients_that_are_cleared_before_a_step_are_warned_of(tmp_path: Path) 
         backward(6)
 
 
+@pytest.mark.parametrize("feedback", ["ef21", True])
+@ranks(2)
+def test_what_waits_for_a_frozen_parameter_is_no_gradient_of_it(tmp_path: Path, feedback: Any) -> None:
+    """Not where its ``.grad`` is kept, of zeros, while its unit is trained, and not what a checkpoint carries over."""
+
+    def build(residual: str) -> tuple[Any, torch.optim.Optimizer]:
+        compression = Compression("int4", feedback=feedback, residual=residual)
+        model = yafsdp_cc.shard(net(), units=[nn.Sequential], compression=compression)
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+        loss_of(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+
+    model, optimizer = build("fp32")
+    train(model, optimizer, 0)
+    yafsdp_cc.save(tmp_path / "step", model, optimizer)
+    if feedback is True:
+        model, optimizer = build("bf16")
+        train(model, optimizer, 0)
+        yafsdp_cc.load(tmp_path / "step", model, optimizer)
+    frozen: Any = model[2].weight.requires_grad_(False)
+    before, waits = frozen.detach().full_tensor().clone(), unsent(model)
+    for step in range(2):
+        train(model, optimizer, step)
+    assert frozen.detach().full_tensor().equal(before)
+    assert all(each.equal(waits[name]) for name, each in unsent(model).items() if name == "2.weight")
+
+
 @ranks(2)
 def test_residuals_follow_the_scale_of_losses() -> None:
     model, exact = sharded(Compression(gradients="onebit", residual="int8")), sharded(None)

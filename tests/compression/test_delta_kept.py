@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from tests.compression.deltas import (
     told,
     train,
 )
-from tests.compression.ledger import net, sharded
+from tests.compression.ledger import loss_of, net, sharded
 from tests.internals import exact_gather_bytes, kept_weights_of
 from tests.ranks import on_ranks
 from yafsdp_cc import Compression
@@ -64,6 +65,42 @@ def some_only() -> None:
 
 def test_some_units_may_keep_their_weights_and_others_not():
     on_ranks(2, some_only)
+
+
+def rooted(folder: Path) -> None:
+    def build() -> tuple[Any, torch.optim.Optimizer]:
+        model = yafsdp_cc.shard(
+            Rooted(), units=[nn.Linear], zero_stage=2, compression=Compression("fp32", weights="int4")
+        )
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def step_of_two(model: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
+        for micro in range(2):
+            loss_of(model, 10 * step + micro).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model, optimizer = build()
+    for step in range(6):
+        if step == 3:
+            yafsdp_cc.save(folder / "step", model, optimizer)
+        step_of_two(model, optimizer, step)
+    ends = masters(model)
+    evaluated, optimizer = build()
+    for step in range(6):
+        step_of_two(evaluated, optimizer, step)
+        first, again = look(evaluated), look(evaluated)
+        assert all(each.equal(first[name]) for name, each in again.items())
+    resumed, optimizer = build()
+    yafsdp_cc.load(folder / "step", resumed, optimizer)
+    for step in range(3, 6):
+        step_of_two(resumed, optimizer, step)
+    for model in (evaluated, resumed):
+        assert all(each.equal(ends[name]) for name, each in masters(model).items())
+
+
+def test_evaluations_and_micro_batches_behind_a_checkpoint_change_no_weights_of_the_root(tmp_path: Path) -> None:
+    on_ranks(2, rooted, tmp_path)
 
 
 def refusals() -> None:

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import yafsdp_cc
-from tests.models import CASES, Mlp, Transformer, next_token, stack
+from tests.models import CASES, WIDTH, Mlp, Transformer, next_token, stack
 from tests.ranks import ranks
 from tests.twins import inputs, means, mine, refusal, reload, seeded, square, trains_on, twins, whole
 
@@ -40,6 +40,52 @@ def test_hooks_that_run_when_a_gradient_is_final() -> None:
         assert all(parameter.grad is None for parameter in model.parameters())
         seen.clear()
         reload(plain, model)
+
+
+class Pair(nn.Module):
+    """Two layers, of which the second one may be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, both: bool) -> Tensor:
+        out: Tensor = self.first(x)
+        return out + self.second(x) if both else out
+
+
+@pytest.mark.parametrize("how", ["frozen", "used by no rank", "used by one rank"])
+@ranks(2)
+def test_hooks_run_for_what_a_rank_has_used(how: str) -> None:
+    """An optimizer in a hook that keeps ``.grad``, of zeros, would move others by its momentum."""
+    model, plain = twins(Pair)
+    moved: list[nn.Parameter] = []
+    for each in (model, plain):
+        optimizers = {p: torch.optim.SGD([p], lr=0.1, momentum=0.9) for p in each.parameters()}
+
+        def step(parameter: nn.Parameter, optimizers: dict[nn.Parameter, torch.optim.SGD] = optimizers) -> None:
+            moved.append(parameter)
+            optimizers[parameter].step()
+            optimizers[parameter].zero_grad(set_to_none=False)
+
+        for parameter in each.parameters():
+            parameter.register_post_accumulate_grad_hook(step)
+    for number in range(4):
+        if number == 2 and how == "frozen":
+            for each in (model, plain):
+                each.second.requires_grad_(False)
+        moved.clear()
+        batches = inputs(step=number)
+        uses = [number < 2 or how == "frozen" or (how == "used by one rank" and rank == 0) for rank in range(2)]
+        model(mine(batches), mine(uses)).square().mean().backward()
+        known = ["first.weight", "first.bias", "second.weight", "second.bias"]
+        known = known if number < 2 or how == "used by one rank" else known[:2]
+        assert sorted(name for name, p in model.named_parameters() if any(p is each for each in moved)) == sorted(known)
+        assert len(moved) == len(known)
+        sum(plain(x, both).square().mean() / 2 for x, both in zip(batches, uses, strict=True)).backward()
+        for name, parameter in plain.named_parameters():
+            found = whole(dict(model.named_parameters())[name])
+            assert torch.allclose(found, parameter, rtol=1e-5, atol=1e-7), name
 
 
 @ranks(2)

@@ -47,8 +47,7 @@ class FSDPParam(StepState):
     """
 
     is_withheld: bool = transient(False)
-    """Whether ``grad`` has sums that ``parameter.grad`` may show only once a rank is known to have used the
-    parameter."""
+    """Whether ``grad`` has sums that ``.grad`` may show only once a rank is known to have used the parameter."""
     written: bool = unreduced(False)
     """Whether a backward has written to ``unsharded_grad`` since the last reduce."""
 
@@ -223,13 +222,16 @@ class ShardedGrad:
             divisor: the number that turns the sum into the mean.
             used: for each parameter, whether this rank wrote a gradient.
         """
-        before = [param.grad if param.is_withheld else param.parameter.grad for param in self.params]
-        fresh = all(grad is None for grad in before)
+        before = {param: param.grad if param.is_withheld else param.parameter.grad for param in self.params}
+        fresh = all(grad is None for grad in before.values())
         wanted = (None, self.buffer.dtype)
         if fresh and (any(each.parameter.grad_dtype not in wanted for each in self.params) or self._is_kept()):
             # somebody still refers to gradients of an earlier step, which must not change
             self._use(self._new_buffer(grad_dtype_of(self.params)))
-        ours = not fresh and all(grad is param.grad for grad, param in zip(before, self.params, strict=True))
+        for param, is_used in zip(self.params, used, strict=True):
+            if not (is_used or param.parameter.requires_grad):
+                del before[param]  # a frozen parameter's part of the sum is what encoding has left
+        ours = len(before) == len(self.params) and all(grad is param.grad for param, grad in before.items())
         for start, part in parts:
             if fresh or ours:
                 is_whole = part.numel() == self.buffer.numel()
@@ -242,8 +244,8 @@ class ShardedGrad:
                 param.parameter.grad = param.grad
             param.is_withheld = param.parameter.grad is None
 
-    def _add_to_each(self, start: int, part: Tensor, divisor: Divisor, before: Sequence[Tensor | None]) -> None:
-        for grad, param in zip(before, self.params, strict=True):
+    def _add_to_each(self, start: int, part: Tensor, divisor: Divisor, before: dict[FSDPParam, Tensor | None]) -> None:
+        for param, grad in before.items():
             target = param.local_grad
             if grad is not None:  # the user may have assigned it
                 _check_assigned(grad, param)  # also on a rank without elements, which would else wait for the others
@@ -490,8 +492,7 @@ class UnshardedGrads:
         ]
 
     def zero_unwritten(self) -> list[list[bool]]:
-        """Zero gradients that nobody wrote, as the buffer may hold another group's. Return for each ``FlatParam`` which
-        of its parameters' gradients were written."""
+        """Zero unwritten gradients, as the buffer may hold another group's; return which are written, by flat."""
         for param, view in zip(self.params, self.views, strict=True):
             if not param.written:
                 view.zero_()

@@ -240,27 +240,30 @@ def usage_flags(reduced: Mapping[FSDPParam, bool], count: int, is_fed: Callable[
     """
     flags = [0.0] * count
     for param, was_written in reduced.items():
-        if was_written or (param.parameter.requires_grad and param.parameter.grad is None and is_fed(param)):
+        if was_written or (_asks(param) and is_fed(param)):
             flags[param.index] = 1.0
     return flags
 
 
-def hand_out_grads(reduced: Iterable[FSDPParam], flags: Tensor | None) -> None:
-    """Give parameters that another rank alone has used their ``.grad``, and run post-accumulate-grad hooks.
+def _asks(param: FSDPParam) -> bool:
+    """Whether it matters if another rank has used a parameter of which this rank has written no gradient."""
+    parameter = param.parameter
+    return parameter.requires_grad and (parameter.grad is None or bool(parameter._post_accumulate_grad_hooks))
 
-    Args:
-        flags: ``usage_flags``, summed over ranks; None without other ranks.
-    """
-    # The gradient of an unused parameter stays None unless another rank has used the parameter.
-    unused = [param for param in reduced if param.parameter.requires_grad and param.parameter.grad is None]
-    if unused and flags is not None:
+
+def hand_out_grads(reduced: Mapping[FSDPParam, bool], flags: Tensor | None) -> None:
+    """Give parameters that another rank alone has used their ``.grad``, and run post-accumulate-grad hooks of those
+    that any rank has used: an optimizer in such a hook must not move others, whose ``.grad`` is of an earlier step.
+    ``flags`` are ``usage_flags`` of ``reduced``, summed over ranks; None without other ranks."""
+    used = {param for param, was_written in reduced.items() if was_written}
+    asked = [param for param in reduced if param not in used and _asks(param)]
+    if asked and flags is not None:
         counts = flags.tolist()  # on CUDA the host waits here for the whole backward
-        for param in unused:
+        for param in asked:
             if counts[param.index]:
-                param.parameter.grad = param.grad
-    for param in reduced:
+                used.add(param)
+                param.parameter.grad = param.grad if param.parameter.grad is None else param.parameter.grad
+    for param in reduced:  # hooks run in the same order on all ranks: they may communicate
         param.is_withheld = False
-        hooks = param.parameter._post_accumulate_grad_hooks
-        if hooks and param.parameter.grad is not None:
-            for hook in hooks.values():
-                hook(param.parameter)
+        for hook in (param.parameter._post_accumulate_grad_hooks or {}).values() if param in used else ():
+            hook(param.parameter)

@@ -603,7 +603,10 @@ class FSDPState(_ModelStep):
         if backward not in self.backwards:
             return
         while backward in self.backwards:
-            self.backwards.pop().end_all()
+            last = self.backwards.pop()
+            for call in [*reversed(last.begun)]:
+                call.end(last)
+            last.release_recomputed()
         if self.backwards:
             self.backwards[-1].gather_again()
             return
@@ -968,12 +971,6 @@ class Backward:
         for group, recomputed in self.recomputed.items():
             for unsharded in recomputed:
                 group.unshard_again(unsharded)
-
-    def end_all(self) -> None:
-        """End all begun calls and all uses by recomputed forwards."""
-        for call in [*reversed(self.begun)]:
-            call.end(self)
-        self.release_recomputed()
 
 
 class _Caller:
