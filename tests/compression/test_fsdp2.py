@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import warnings
 from contextlib import nullcontext
 from typing import Any
@@ -250,6 +251,8 @@ def refused() -> None:
         yafsdp_cc.compress(Transformer(2, 64), None)
     with pytest.raises(TypeError, match="CompressionHookState takes a Compression or the name of a codec"):
         yafsdp_cc.CompressionHookState(None)
+    with pytest.raises(TypeError, match="residuals of CompressionHookState are not saved: make a new one"):
+        pickle.dumps(yafsdp_cc.CompressionHookState("int8"))
     with pytest.raises(ValueError, match="CompressionHookState with overrides: a bucket of DDP is encoded as a whole"):
         yafsdp_cc.CompressionHookState(Compression(overrides={"*": "int4"}))
     with pytest.raises(ValueError, match="with gradients='powersgd': FSDP2's hooks see rows of all parameters mixed"):

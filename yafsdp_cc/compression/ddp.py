@@ -3,7 +3,7 @@
 # DDP compares the hook's annotations with types: postponed annotations, which are strings, would be refused.
 
 from itertools import accumulate
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -52,6 +52,9 @@ class CompressionHookState(CompressedCommunication):
         """Number of backwards that have begun."""
         self.stream: CommStream | None = None
         self.handle: CommHandle
+
+    def __getstate__(self) -> NoReturn:
+        raise TypeError("the residuals of CompressionHookState are not saved: make a new one where training goes on")
 
 
 def encoded_mean(state: CompressionHookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
