@@ -773,6 +773,33 @@ if __name__ == "__main__":
     assert ran.stdout == "True 7 a line\n", ran.stderr
 
 
+JUST_ENDED = """
+import os, sys, time
+from torch.distributed.elastic.multiprocessing import api
+from yafsdp_cc.tools.cli import forks
+
+if __name__ == "__main__":
+    forks.install(is_forking=True)
+    rank = [sys.executable, "-m", "yafsdp_cc.tools.cli.runner", "no-such-script.py"]
+    handler = api.get_subprocess_handler("rank", tuple(rank), {}, None, None, 0, None)
+    try:
+        while True:
+            os.kill(handler.proc.pid, 0)
+            time.sleep(0.05)
+    except ProcessLookupError:
+        handler.close()  # as by an agent that has not yet heard of the end
+    print("status", handler.proc.wait(10))
+"""
+
+
+def test_a_rank_that_has_just_ended_can_be_told_to_end(tmp_path: Path) -> None:
+    """The fork server has reaped it, and nobody has its process number any more."""
+    (tmp_path / "agent.py").write_text(JUST_ENDED)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "agent.py"], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.stdout == "status 1\n", done.stderr
+
+
 def test_no_rank_outlives_a_killed_launcher(tmp_path: Path) -> None:
     with started(*TWO, alone(tmp_path, WAITING["in Python"]), folder=tmp_path) as process:
         wait_for_line(process, "ready")

@@ -45,8 +45,8 @@ def install(*, is_forking: bool) -> None:
             return _Rank(env, list(args[args.index(_RUNNER) + 1 :]), outputs)
 
         def close(self, death_sig: signal.Signals | None = None) -> None:
-            super().close(death_sig)
-            with suppress(ProcessLookupError):
+            with suppress(ProcessLookupError):  # a fork that has ended is gone at once: the fork server reaps it
+                super().close(death_sig)
                 os.killpg(self.proc.pid, signal.SIGCONT)  # a stopped process handles ``death_sig`` when it goes on
 
     # torch's agent takes the handler from this attribute, and from no argument
