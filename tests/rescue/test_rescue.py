@@ -643,3 +643,23 @@ def test_what_a_run_has_left_is_removed_by_the_next_of_its_name() -> None:
     following.close(0)
     alive.close(0)
     assert not folders["alive"].parent.exists()
+
+
+def test_launchers_of_one_process_id_have_folders_of_their_own() -> None:
+    """The launcher of each container has the same process id, and containers may share ``/dev/shm``."""
+    name = f"test-{os.getpid()}"
+    launchers, folders = list[RunMemory](), list[Path]()
+    for _ in range(2):
+        launchers.append(RunMemory(name, ""))
+        folders.append(Path(os.environ[MEMORY]))
+    launchers[1].close(0)
+    assert [each.is_dir() for each in folders] == [True, False]
+    launchers[0].close(0)
+
+
+def test_the_endpoint_of_a_run_may_have_any_length() -> None:
+    name = f"test-{os.getpid()}"
+    memory = RunMemory(name, f"17-/shared/{'a' * 269}")
+    assert Path(os.environ[MEMORY]).is_dir()
+    memory.close(0)
+    assert not folder_of_run(name, "any").parent.exists()

@@ -1,7 +1,7 @@
 """The folder of a run in the memory of one node, which outlives the run's processes.
 
 /dev/shm/yafsdp_cc-<user>-<run>/    one for each name of a run
-    <id>/                           one for each run; the launchers of its nodes agree on the id
+    <digest>/                       one for each run; the launchers of its nodes agree on the run's id
         lock                        locked as long as the launcher lives
         rank                        locked as long as the first rank of the node lives
         step-40.1f3a90c2/           files of a checkpoint; the letters are new after each start of the ranks
@@ -13,8 +13,10 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import secrets
 import shutil
 from contextlib import suppress
+from hashlib import sha256
 from pathlib import Path
 from typing import IO
 
@@ -25,8 +27,8 @@ _ROOT = Path("/dev/shm")
 
 def folder_of_run(name: str, run_id: str) -> Path:
     """Return the folder of the run of this name and id, which may not exist."""
-    name, run_id = (re.sub(r"[^\w.-]", "_", each) for each in (name, run_id))
-    return _ROOT / f"yafsdp_cc-{os.getuid()}-{name}" / run_id
+    name, digest = re.sub(r"[^\w.-]", "_", name), sha256(run_id.encode()).hexdigest()[:16]  # an id may have any length
+    return _ROOT / f"yafsdp_cc-{os.getuid()}-{name}" / digest
 
 
 def locked_by_rank(folder: Path) -> IO[bytes]:
@@ -59,7 +61,7 @@ class RunMemory:
 
     def __init__(self, name: str, run_id: str) -> None:
         self._is_alone = not run_id
-        self._folder = folder_of_run(name, run_id or f"launcher-{os.getpid()}")
+        self._folder = folder_of_run(name, run_id or secrets.token_hex(8))
         self._lock: IO[bytes] | None = None
         if not _ROOT.is_dir():
             return
