@@ -3,9 +3,10 @@
 /dev/shm/yafsdp_cc-<user>-<run>/    one for each name of a run
     <digest>/                       one for each run; the launchers of its nodes agree on the run's id
         lock                        locked as long as the launcher lives
-        rank                        locked as long as the first rank of the node lives
-        step-40.1f3a90c2/           files of a checkpoint; the letters are new after each start of the ranks
-        steps-3                     number of steps that rank 3 has finished
+        0/                          one for each ``Rescue``: the number of those that the program has closed before
+            rank                    locked as long as the first rank of the node lives
+            step-40.1f3a90c2/       files of a checkpoint; the letters are new after each start of the ranks
+            steps-3                 number of steps that rank 3 has finished
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def folder_of_run(name: str, run_id: str) -> Path:
 
 
 def locked_by_rank(folder: Path) -> IO[bytes]:
-    """Lock the folder of a run until this process ends, or the file that is returned is closed.
+    """Lock a folder of snapshots until this process ends, or the file that is returned is closed.
 
     Processes that this process forks have no part in the lock, so a fork that outlives it holds up no restart.
 
@@ -67,7 +68,7 @@ class RunMemory:
             return
         for folder in _ROOT.glob(f"yafsdp_cc-{os.getuid()}-*/*/"):
             is_of_name = folder.parent == self._folder.parent
-            if folder != self._folder and (is_of_name or not any(folder.glob("step*"))):
+            if folder != self._folder and (is_of_name or not any(folder.glob("*/step*"))):
                 _remove_left_behind(folder)
         os.environ[MEMORY] = str(self._folder)
         with suppress(OSError):  # where memory is full, the first snapshot raises
