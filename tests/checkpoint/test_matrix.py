@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import multiprocessing
+from collections import Counter
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,13 @@ EXTRA: list[Any] = [
     [torch.zeros(1), []],
 ]
 """Extra states of modules in forms that torch's checkpoints return as they were; then those that they do not."""
-NESTED: list[Any] = [{}, {1: torch.ones(2), "x": {}}, {"a.b": torch.ones(1)}, [{"b": {}}, io.BytesIO(b""), b""]]
+NESTED: list[Any] = [
+    {},
+    {1: torch.ones(2), "x": {}},
+    {"a.b": torch.ones(1)},
+    [{"b": {}}, io.BytesIO(b""), b""],
+    {"seen": Counter(a=2)},
+]
 
 
 class Renamed(nn.Linear):

@@ -9,6 +9,7 @@ import sys
 import threading
 import warnings
 import weakref
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -321,6 +322,29 @@ def test_each_rank_has_its_own_and_other_numbers_of_ranks_what_is_common(tmp_pat
     on_ranks(3, elsewhere, tmp_path / "step")
 
 
+def test_a_scheduler_s_milestones_come_back_as_they_were(tmp_path):
+    def rates(saved):
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        steps = torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 5, 5])
+        scheduler = torch.optim.lr_scheduler.SequentialLR(
+            optimizer, [torch.optim.lr_scheduler.ConstantLR(optimizer, 0.5), steps], [2]
+        )
+        found = []
+        for step in range(12):
+            if saved and step == 4:
+                yafsdp_cc.save(tmp_path / "step", model, optimizer, scheduler=scheduler.state_dict())
+                scheduler.load_state_dict(yafsdp_cc.load(tmp_path / "step", model, optimizer)["scheduler"])
+                assert type(steps.milestones) is Counter
+            optimizer.step()
+            scheduler.step()
+            found.append(optimizer.param_groups[0]["lr"])
+        return found
+
+    assert rates(True) == rates(False)
+    assert len(set(rates(True))) == 4
+
+
 class Loader:
     def state_dict(self):
         return {}
@@ -347,9 +371,10 @@ def test_what_cannot_be_saved_is_named(tmp_path):
             yafsdp_cc.save(folder, model, optimizer, **extra)
     with pytest.raises((TypeError, ValueError), match="set"):  # of one rank
         yafsdp_cc.save(folder, model, optimizer, a={1} if dist.get_rank() == 1 else 1)
-    optimizer.param_groups[0]["schedule"] = print
-    with pytest.raises(TypeError, match=r"optimizer\['param_groups'\]\[0\]\['schedule'\] is a builtin_function"):
-        yafsdp_cc.save(folder, model, optimizer)
+    for schedule, kind in ((print, "builtin_function"), (Counter(a=1), "collections.Counter")):
+        optimizer.param_groups[0]["schedule"] = schedule
+        with pytest.raises(TypeError, match=rf"optimizer\['param_groups'\]\[0\]\['schedule'\] is a {kind}"):
+            yafsdp_cc.save(folder, model, optimizer)
     with pytest.raises(ValueError, match=r"path differs between ranks; every rank must call save\(\) alike"):
         yafsdp_cc.save(folder / str(dist.get_rank()), model)
     folder.parent.mkdir(exist_ok=True)

@@ -105,7 +105,7 @@ def assert_same(one: list[Settings], other: list[Settings]) -> None:
 
 
 def snapshots(folder: Path, node: int = 0) -> dict[int, Path]:
-    found = (folder / f"node-{node}").glob("step-*")
+    found = (folder / f"node-{node}").glob("*/step-*")
     return {int(each.name.removeprefix("step-").partition(".")[0]): each for each in found}
 
 
@@ -213,10 +213,8 @@ def test_a_snapshot_that_is_not_finished_or_damaged_is_not_taken(
     gone_on = on_ranks(2, train, tmp_path, 6)
     assert [each["began"] for each in gone_on] == [4, 4]
     assert_same(gone_on, undisturbed)
-    file = damaged / "node-0" / last.name / "__1_0.distcp"
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
+    file = damaged / last.relative_to(tmp_path) / "__1_0.distcp"
+    damage(file)
     capfd.readouterr()
     gone_on = on_ranks(2, train, damaged, 6)
     assert [each["began"] for each in gone_on] == [4, 4]
@@ -245,6 +243,52 @@ def test_a_state_that_one_rank_cannot_load_is_told_and_hangs_nobody(tmp_path: Pa
     on_ranks(2, body)
     with pytest.raises(RankError, match="sample 2 is gone"):
         on_ranks(2, again)
+
+
+def damage(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def without_files(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.mkdir()
+
+
+def foreign(folder: Path) -> None:
+    yafsdp_cc.save(folder, nn.Linear(1, 1))
+
+
+UNUSABLE: dict[str, Callable[[Path], None]] = {
+    r"extra_0_of_1.pt is damaged \(BadZipFile": lambda folder: damage(folder / "extra_0_of_1.pt"),
+    r"extra_0_of_1.pt is damaged": lambda folder: os.truncate(folder / "extra_0_of_1.pt", 300),
+    "does not tell its step, as Rescue did not save it": lambda folder: (folder / "extra_0_of_1.pt").unlink(),
+    "disk does not tell its step, as Rescue": foreign,
+    "": without_files,
+}
+
+
+@pytest.mark.parametrize("told", UNUSABLE)
+def test_a_checkpoint_that_does_not_tell_its_step_is_named_and_the_snapshot_taken(
+    tmp_path: Path, told: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def again() -> list[int]:
+        return [each["began"] for each in on_ranks(1, lambda: train(tmp_path, 5, "plain", path=tmp_path / "disk"))]
+
+    on_ranks(1, lambda: train(tmp_path, 5, "plain", path=tmp_path / "disk", save_every=3))
+    on_ranks(1, UNUSABLE[told], tmp_path / "disk")
+    capfd.readouterr()
+    assert again() == [4]
+    assert re.search(
+        f"the checkpoint cannot be used: .*{told}" if told else "^yafsdp-cc: going", capfd.readouterr().err
+    )
+    shutil.rmtree(tmp_path / "node-0")
+    if told:
+        with pytest.raises(RankError, match=told):
+            again()
+    else:
+        assert again() == [0]
 
 
 def test_the_last_snapshot_that_is_damaged_is_no_reason_to_begin_anew(tmp_path: Path) -> None:
@@ -507,9 +551,61 @@ def test_a_second_one_in_a_program_is_refused_until_the_first_is_closed_or_gone(
     on_ranks(2, body)
 
 
+def test_two_made_up_front_do_not_disturb_each_other(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "lock").touch()  # the launcher's
+
+    def body() -> None:
+        os.environ[MEMORY] = str(tmp_path / "run")
+        first, second, third = (yafsdp_cc.Rescue(nn.Linear(2, 2), every=1) for _ in range(3))
+        for each in (first, second, first):
+            assert each.restore() == 0
+            each.step()
+            if each is second:
+                third.close()  # which was never used
+            assert each.restore() == 1
+            each.close()
+            assert "call Rescue.restore() before the first step" in refusal(each.step)
+
+    on_ranks(2, body)
+    assert list((tmp_path / "run").iterdir()) == [tmp_path / "run" / "lock"]
+
+
+def test_each_of_two_in_a_program_goes_on_from_its_own_snapshots(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def body(folder: Path, steps: int) -> tuple[list[int], torch.Tensor]:
+        os.environ[MEMORY] = str(folder)
+        torch.manual_seed(0)
+        model, began = yafsdp_cc.shard(nn.Sequential(nn.Linear(9, 9), nn.Linear(9, 9))), list[int]()
+        for rate, last in ((0.05, 5), (0.01, steps)):
+            optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+            rescue = yafsdp_cc.Rescue(model, optimizer, every=2)
+            began.append(rescue.restore())
+            for step in range(began[-1], last):
+                model(torch.full((1, 9), 1.0 + step)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                rescue.step()
+            if rate == 0.05:
+                rescue.close()
+        rescue._wait()
+        return began, model[0].weight.full_tensor().detach()
+
+    undisturbed = on_ranks(2, body, tmp_path / "other", 5)
+    on_ranks(2, body, tmp_path / "run", 3)
+    capfd.readouterr()
+    gone_on = on_ranks(2, body, tmp_path / "run", 5)
+    assert [began for began, _ in gone_on] == [[0, 3]] * 2
+    assert all(mine.equal(other) for (_, mine), (_, other) in zip(gone_on, undisturbed, strict=True))
+    told = capfd.readouterr().err
+    assert "going on from the beginning; a later Rescue of this program has snapshots, which are left to that" in told
+
+
 def test_two_runs_do_not_take_each_other_s_snapshots(tmp_path: Path) -> None:
     """Torchrun gives all runs without ``--rdzv-id`` one id; a run that has ended leaves its place to the next."""
-    (tmp_path / "run").mkdir()
+    place = tmp_path / "run" / "0"
+    place.mkdir(parents=True)
 
     def body(is_refused: bool) -> None:
         os.environ[MEMORY] = str(tmp_path / "run")
@@ -520,7 +616,7 @@ def test_two_runs_do_not_take_each_other_s_snapshots(tmp_path: Path) -> None:
             rescue.restore()
             rescue.step()
 
-    with locked_by_rank(tmp_path / "run"):
+    with locked_by_rank(place):
         on_ranks(2, body, True)
     for _ in range(2):
         on_ranks(2, body, False)
@@ -548,7 +644,8 @@ MISTAKES = {
     "every=2, save_every=3: every must be 1 or more, save_every a multiple": {"every": 2, "save_every": 3},
     r"save_every=20 needs the path of the checkpoints: Rescue\(..., path='checkpoints/last'\)": {"save_every": 20},
     r"loader is a Stateless, which has no state_dict\(\) and load_state_dict\(\)": {"loader": Stateless()},
-    "Rescue keeps something of its own as 'steps': choose another name": {"steps": torch.Generator()},
+    r"Rescue gives save\(\) something of its own as 'steps': choose another name": {"steps": torch.Generator()},
+    "something of its own as 'asynchronous': choose another name": {"asynchronous": torch.Generator()},
 }
 
 
@@ -581,7 +678,7 @@ def test_other_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(shutil, "disk_usage", disk_usage)
     rescue.step()  # of a program that goes on
     rescue.step()
-    assert [each.parent.name.partition(".")[0] for each in tmp_path.glob("step-*/.metadata")] == ["step-3"]
+    assert [each.parent.name.partition(".")[0] for each in tmp_path.glob("*/step-*/.metadata")] == ["step-3"]
     monkeypatch.setenv(MEMORY, "/proc/nowhere")
     with pytest.raises(ValueError, match=r"/proc/nowhere cannot be made .* needs? a memory that outlives a process"):
         yafsdp_cc.Rescue(nn.Linear(1, 1))
@@ -643,3 +740,23 @@ def test_what_a_run_has_left_is_removed_by_the_next_of_its_name() -> None:
     following.close(0)
     alive.close(0)
     assert not folders["alive"].parent.exists()
+
+
+def test_launchers_of_one_process_id_have_folders_of_their_own() -> None:
+    """The launcher of each container has the same process id, and containers may share ``/dev/shm``."""
+    name = f"test-{os.getpid()}"
+    launchers, folders = list[RunMemory](), list[Path]()
+    for _ in range(2):
+        launchers.append(RunMemory(name, ""))
+        folders.append(Path(os.environ[MEMORY]))
+    launchers[1].close(0)
+    assert [each.is_dir() for each in folders] == [True, False]
+    launchers[0].close(0)
+
+
+def test_the_endpoint_of_a_run_may_have_any_length() -> None:
+    name = f"test-{os.getpid()}"
+    memory = RunMemory(name, f"17-/shared/{'a' * 269}")
+    assert Path(os.environ[MEMORY]).is_dir()
+    memory.close(0)
+    assert not folder_of_run(name, "any").parent.exists()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import io
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -80,7 +80,7 @@ def state_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any
                 {**group, "params": [names[each] for each in group["params"]]} for group in packed["param_groups"]
             ]
         state[OPTIMIZER] = {"state": values, "param_groups": groups}
-        check_plain(state[OPTIMIZER], OPTIMIZER, keys=(str,))
+        check_plain(state[OPTIMIZER], OPTIMIZER, in_pieces=True)
     return state
 
 
@@ -136,7 +136,7 @@ def is_extra_state(name: str) -> bool:
 def _is_put_together_again(value: Any) -> bool:
     """Return whether torch's checkpoints, which store dicts and lists in pieces, restore ``value`` unchanged."""
     if isinstance(value, dict):
-        fits = all(type(key) is str and "." not in key for key in value)
+        fits = type(value) is not Counter and all(type(key) is str and "." not in key for key in value)
         return bool(value) and fits and all(map(_is_put_together_again, value.values()))
     return not isinstance(value, list) or all(map(_is_put_together_again, value))
 
@@ -223,28 +223,26 @@ def names_in_order(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[li
     return found
 
 
-def check_plain(
-    value: Any, name: str, keys: tuple[type, ...] = (str, int, float, bool), tensors: tuple[type, ...] | None = None
-) -> None:
+def check_plain(value: Any, name: str, *, in_pieces: bool = False, tensors: tuple[type, ...] | None = None) -> None:
     """Raise a ``TypeError`` that names the first thing inside ``value`` that is neither plain data nor a tensor.
 
     Args:
         name: name of ``value`` in the message.
-        keys: the types that keys of dicts may have.
+        in_pieces: whether torch's checkpoints store dicts in ``value`` in pieces, and restore plain ones of them.
         tensors: the exact types that tensors may have; None: any.
     """
-    kind = type(value)
+    kind, keys = type(value), (str,) if in_pieces else (str, int, float, bool)
     if kind in _PLAIN or (isinstance(value, Tensor) and (tensors is None or kind in tensors)):
         return
-    if kind in (dict, OrderedDict):
+    if kind in (dict, OrderedDict) or (kind is Counter and not in_pieces):
         for key, inner in value.items():
             if type(key) not in keys:
                 wanted = " or ".join(each.__name__ for each in keys)
                 raise TypeError(f"{name} has a key {key!r}, a {_full_name(type(key))}; a checkpoint keeps {wanted}")
-            check_plain(inner, f"{name}[{key!r}]", keys, tensors)
+            check_plain(inner, f"{name}[{key!r}]", in_pieces=in_pieces, tensors=tensors)
     elif kind in (list, tuple):
         for index, inner in enumerate(value):
-            check_plain(inner, f"{name}[{index}]", keys, tensors)
+            check_plain(inner, f"{name}[{index}]", in_pieces=in_pieces, tensors=tensors)
     else:
         raise TypeError(
             f"{name} is a {_full_name(kind)}, which could only be loaded by running code from the file: "

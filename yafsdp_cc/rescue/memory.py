@@ -1,11 +1,12 @@
 """The folder of a run in the memory of one node, which outlives the run's processes.
 
 /dev/shm/yafsdp_cc-<user>-<run>/    one for each name of a run
-    <id>/                           one for each run; the launchers of its nodes agree on the id
+    <digest>/                       one for each run; the launchers of its nodes agree on the run's id
         lock                        locked as long as the launcher lives
-        rank                        locked as long as the first rank of the node lives
-        step-40.1f3a90c2/           files of a checkpoint; the letters are new after each start of the ranks
-        steps-3                     number of steps that rank 3 has finished
+        0/                          one for each ``Rescue``: the number of those that the program has closed before
+            rank                    locked as long as the first rank of the node lives
+            step-40.1f3a90c2/       files of a checkpoint; the letters are new after each start of the ranks
+            steps-3                 number of steps that rank 3 has finished
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import secrets
 import shutil
 from contextlib import suppress
+from hashlib import sha256
 from pathlib import Path
 from typing import IO
 
@@ -25,12 +28,12 @@ _ROOT = Path("/dev/shm")
 
 def folder_of_run(name: str, run_id: str) -> Path:
     """Return the folder of the run of this name and id, which may not exist."""
-    name, run_id = (re.sub(r"[^\w.-]", "_", each) for each in (name, run_id))
-    return _ROOT / f"yafsdp_cc-{os.getuid()}-{name}" / run_id
+    name, digest = re.sub(r"[^\w.-]", "_", name), sha256(run_id.encode()).hexdigest()[:16]  # an id may have any length
+    return _ROOT / f"yafsdp_cc-{os.getuid()}-{name}" / digest
 
 
 def locked_by_rank(folder: Path) -> IO[bytes]:
-    """Lock the folder of a run until this process ends, or the file that is returned is closed.
+    """Lock a folder of snapshots until this process ends, or the file that is returned is closed.
 
     Processes that this process forks have no part in the lock, so a fork that outlives it holds up no restart.
 
@@ -59,13 +62,13 @@ class RunMemory:
 
     def __init__(self, name: str, run_id: str) -> None:
         self._is_alone = not run_id
-        self._folder = folder_of_run(name, run_id or f"launcher-{os.getpid()}")
+        self._folder = folder_of_run(name, run_id or secrets.token_hex(8))
         self._lock: IO[bytes] | None = None
         if not _ROOT.is_dir():
             return
         for folder in _ROOT.glob(f"yafsdp_cc-{os.getuid()}-*/*/"):
             is_of_name = folder.parent == self._folder.parent
-            if folder != self._folder and (is_of_name or not any(folder.glob("step*"))):
+            if folder != self._folder and (is_of_name or not any(folder.glob("*/step*"))):
                 _remove_left_behind(folder)
         os.environ[MEMORY] = str(self._folder)
         with suppress(OSError):  # where memory is full, the first snapshot raises

@@ -27,7 +27,7 @@ from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -91,6 +91,9 @@ class Rescue:
         ValueError: ``every`` or ``save_every`` is no number of steps, or there is no memory that outlives a process.
     """
 
+    _closed: ClassVar[int] = 0
+    """Number of Rescues of this program that are closed: a program that is started again gets to each in this order."""
+
     def __init__(
         self,
         model: nn.Module,
@@ -112,8 +115,8 @@ class Rescue:
         self._states: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {}
         """Functions that return, and that restore, the state of each object."""
         for name, each in states.items():
-            if name in (STEPS, RANDOM):
-                raise ValueError(f"Rescue keeps something of its own as '{name}': choose another name")
+            if name in (STEPS, RANDOM, "asynchronous"):
+                raise ValueError(f"Rescue gives save() something of its own as '{name}': choose another name")
             if isinstance(each, torch.Generator):
                 self._states[name] = each.get_state, each.set_state
             elif hasattr(each, "state_dict") and hasattr(each, "load_state_dict"):
@@ -124,17 +127,17 @@ class Rescue:
         self._model, self._optimizers = unwrapped(model), as_sequence(optimizer)
         self._every, self._save_every = every, save_every
         self._path = None if path is None else Path(path).absolute()  # a program may change its working directory
-        self._folder = Path(os.environ.get(MEMORY) or folder_of_run("run", os.environ.get("TORCHELASTIC_RUN_ID", "0")))
+        self._run = Path(os.environ.get(MEMORY) or folder_of_run("run", os.environ.get("TORCHELASTIC_RUN_ID", "0")))
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            self._run.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ValueError(
-                f"{self._folder} cannot be made ({error}): snapshots need a memory that outlives a process, /dev/shm"
+                f"{self._run} cannot be made ({error}): snapshots need a memory that outlives a process, /dev/shm"
             ) from error
         self._lock: IO[bytes] | None = None
         """Lock of the folder, on the first rank of a node."""
         self._steps = -1
-        """Number of finished steps; -1 before ``restore``."""
+        """Number of finished steps; -1 before ``restore``, and behind ``close``."""
         self._started = self._whole = 0
         """Numbers of finished steps when the job under way was begun, and in the newest state known to be whole.
         ``_whole`` changes only where this thread waits for a job, so after the same step on every rank."""
@@ -143,7 +146,6 @@ class Rescue:
         Half of ``every`` at first, and at most: a snapshot that begins before the last one is due would wait for it."""
         self._kept: dict[str, Any] | None = None
         """Copy on the host of the state in the last snapshot, whose memory the next one uses again."""
-        self._thread = ThreadPoolExecutor(1, "yafsdp_cc.rescue")
         self._job: Future[None] | None = None
         """Snapshot under way; None as soon as training waits for it."""
         _all.add(self)
@@ -166,7 +168,7 @@ class Rescue:
                 or another Rescue of this program has snapshots.
         """
         gc.collect()  # frees a deleted Rescue that a cycle of references still holds
-        if any(each._steps >= 0 and each is not self and each._folder == self._folder for each in list(_all)):
+        if any(each._steps >= 0 and each is not self and each._run == self._run for each in list(_all)):
             raise RuntimeError(
                 "Rescue.restore(): this program has another Rescue, and snapshots of both would take each other's "
                 "place: call close() of that one first"
@@ -179,6 +181,10 @@ class Rescue:
         self._ranks = ranks = meet("Rescue.restore()", self._model, settings, beside=True)
         check_is_one_model("Rescue.restore()", self._model)
         refuse_sync("Rescue", self._model)
+        if self._steps < 0:
+            self._folder, self._thread = self._run / str(Rescue._closed), ThreadPoolExecutor(1, "yafsdp_cc.rescue")
+        with together(ranks.front):
+            self._folder.mkdir(parents=True, exist_ok=True)
         self._nodes = Nodes(self._folder, ranks.back)
         with together(ranks.front):
             if self._nodes.is_first:
@@ -203,8 +209,10 @@ class Rescue:
             folder = self._folder / snapshot
             given = files_in(folder), folder, self._nodes, ranks.back, self._let_training_go_first
             self._job = self._thread.submit(copy_to_buddies, *given)
-        if self._nodes.rank == 0 and (source or lost):
+        is_later = any(each.parents[1] != self._folder for each in self._run.glob(f"*/step-*/{METADATA}"))
+        if self._nodes.rank == 0 and (source or lost or is_later):
             again = f"; steps {steps + 1} to {lost} are made again" if lost > steps else ""
+            again += "; a later Rescue of this program has snapshots, which are left to that one" if is_later else ""
             print(f"yafsdp-cc: going on {source or 'from the beginning'}{again}", file=sys.stderr, flush=True)
         return steps
 
@@ -215,29 +223,36 @@ class Rescue:
             The number of finished steps; where the state is from, in words ("" for nowhere); the name of the snapshot
             ("" if none was loaded).
         """
-        path, found = self._path, [(_step_of(name), name) for name in snapshots]
-        if path is not None and (saved := _step_at(path, self._ranks)) >= 0:
-            found.append((saved, ""))
-        damage: Exception | None = None
-        for step, name in sorted(found, reverse=True):  # a snapshot comes before a checkpoint of the same step
+        path, found, damage = self._path, [(_step_of(name), name) for name in snapshots], list[Exception]()
+
+        @contextmanager
+        def trying(name: str) -> Iterator[None]:
             try:
-                if name or path is None:
-                    extra, source = self._load_snapshot(self._folder / name)
-                else:
-                    extra, source = load(path, self._model, self._optimizers), str(path)
+                yield
             except (ValueError, pickle.UnpicklingError) as error:
                 if self._nodes.rank == 0:
                     what = "a snapshot" if name else "the checkpoint"
                     print(f"yafsdp-cc: {what} cannot be used: {error}", file=sys.stderr, flush=True)
-                if damage is None and not isinstance(error.__cause__ or error, LostError):
-                    damage = error
-            else:
+                if not isinstance(error.__cause__ or error, LostError):
+                    damage.append(error)
+
+        with trying(""):
+            if path is not None and (saved := _step_at(path, self._ranks)) >= 0:
+                found.append((saved, ""))
+        for step, name in sorted(found, reverse=True):  # a snapshot comes before a checkpoint of the same step
+            extra = None
+            with trying(name):
+                if name or path is None:
+                    extra, source = self._load_snapshot(self._folder / name)
+                else:
+                    extra, source = load(path, self._model, self._optimizers), str(path)
+            if extra is not None:
                 for key, (_, restore) in self._states.items():
                     if key in extra:
                         restore(extra[key])
                 return step, f"behind step {step}, from {source}", name
-        if damage is not None:
-            raise damage
+        if damage:
+            raise damage[0]
         return 0, "", ""
 
     def _load_snapshot(self, folder: Path) -> tuple[dict[str, Any], str]:
@@ -289,15 +304,21 @@ class Rescue:
             save(self._path, self._model, self._optimizers, asynchronous=True, **self._extra())
 
     def close(self) -> None:
-        """Wait for the snapshot under way, and remove this run's snapshots: training is over. A collective."""
+        """Wait for the snapshot under way, and remove the snapshots: this training is over. A collective.
+
+        A program that is started again makes it again, from the checkpoint at ``path`` or from the beginning.
+        """
         self._wait()
-        self._thread.shutdown()
         if self._steps >= 0:
+            self._thread.shutdown()
             all_gather_objects(None, self._ranks.back)
-        shutil.rmtree(self._folder, ignore_errors=True)
+            Rescue._closed, self._steps = Rescue._closed + 1, -1
         if self._lock is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
             self._lock.close()
-        _all.discard(self)
+            self._lock = None
+        with suppress(OSError):  # the launcher, or a later Rescue, has files there
+            self._run.rmdir()
 
     def _extra(self) -> dict[str, Any]:
         return {STEPS: self._steps, **{name: state_of() for name, (state_of, _) in self._states.items()}}
@@ -422,7 +443,7 @@ def _step_at(path: Path, ranks: Ranks) -> int:
     step: Any = -1
     with together(ranks.front):
         folder = files.complete(files.place(path))
-        if folder.exists():
+        if folder.is_file() or any(folder.glob("*")):
             with warnings.catch_warnings():  # what differed between ranks is told when the checkpoint is loaded
                 warnings.simplefilter("ignore")
                 step = files.read_extra(folder, *place_in(ranks.front)).get(STEPS)
