@@ -284,6 +284,7 @@ class CompressedSum(Collective):
     def _latch(self, grads: Tensor) -> None:
         """Latch the phase for this sum, and clip its gradients: once encoded, no training loop can clip them."""
         schedule = self.schedule
+        schedule.divide_gradients(grads)
         encodes, self._keeps_exact = schedule.phase.encodes, schedule.phase.keeps_exact
         self._encodes = encodes and self._encoder is not None
         self._is_momentum = self._encodes and self.momentum is not None and schedule.beta > 0
@@ -462,6 +463,7 @@ class CompressedReduceScatter(CompressedSum, ReduceScatter):
     def defer(self, grads: Tensor) -> None:
         assert self.residual is not None
         self._deferred.update(param for param in self.flat.params if param.parameter.requires_grad)
+        self.schedule.divide_gradients(grads)
         self.schedule.clip_gradients(self.flat.name, grads)
         for chunks in other_chunks(grads, self.flat.layout, self.flat.rank):
             error_feedback.accumulate(chunks.values, self.residual.of(chunks))
