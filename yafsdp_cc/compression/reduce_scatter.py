@@ -361,7 +361,7 @@ class CompressedSum(Collective):
             beta, share = self.schedule.beta, self.schedule.share
             mine = self.momentum.narrow(0, start, total.numel())
             # Round only here: the engine's division by the number of ranks is exact for a power of two, as most are.
-            total.add_(mine, alpha=beta / share * self._units).div_(_inverse(share, total.device))
+            total.add_(mine, alpha=beta / share * self.units).div_(_inverse(share, total.device))
 
     def _end(self, own: Tensor | None) -> None:
         """Finish a sum; ``own`` [chunk] is this rank's own gradient where no message held it."""
@@ -393,11 +393,11 @@ class CompressedSum(Collective):
     def _add_to_momentum(self, momentum: Tensor, own: Tensor, share: float) -> None:
         """Add gradients [chunk] of this rank to the first moment, leaving out blocks that are not finite."""
         stored = Residual(momentum.unsqueeze(0), momentum.new_empty(1, 0), self.schedule.config.block)
-        error_feedback.accumulate(own.unsqueeze(0), stored, scale=share / self._units)
+        error_feedback.accumulate(own.unsqueeze(0), stored, scale=share / self.units)
 
     @property
-    def _units(self) -> float:
-        """Divisor that gives the mean gradient of unscaled losses: the number of ranks, times the loss scale."""
+    def units(self) -> float:
+        """Divisor of sums that gives the ``.grad`` of unscaled losses: that of the engine, times the loss scale."""
         return self.flat.divisor.factor * self.schedule.loss_scale
 
     def _keep_exact(self, total: Tensor, start: int) -> None:
