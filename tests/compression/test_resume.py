@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import yafsdp_cc
@@ -95,6 +95,20 @@ def divided_resumed(folder: Any, momentum: float) -> None:
 def test_residuals_are_resumed_in_the_unit_of_the_divisor(momentum, tmp_path):
     on_ranks(2, divided_saved, tmp_path, momentum)
     on_ranks(4, divided_resumed, tmp_path, momentum)
+
+
+@ranks(2)
+def test_matrices_too_small_for_factors_take_residuals_of_another_codec(tmp_path: Any) -> None:
+    def fresh(codec: str) -> Any:
+        return yafsdp_cc.shard(nn.Sequential(nn.Linear(40, 10)), compression=Compression(codec, residual="fp32"))
+
+    for codec, other in (("int4", "powersgd"), ("powersgd", "int4"), ("powersgd", "powersgd")):
+        model, resumed = fresh(codec), fresh(other)
+        loss_of(model, 0).backward()
+        yafsdp_cc.save(tmp_path / "step", model)
+        yafsdp_cc.load(tmp_path / "step", resumed)
+        owed, found = unsent(model), unsent(resumed)
+        assert all(torch.allclose(found[name], each, atol=1e-9) for name, each in owed.items())
 
 
 @ranks(2)

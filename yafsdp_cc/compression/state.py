@@ -189,6 +189,8 @@ def load_local_residuals(state: FSDPState, saved: Mapping[str, Any]) -> bool:
     ours = {flat.name: (flat, each) for flat, each in compressed_sums(state) if each.residual is not None}
     if ours.keys() != saved.keys() or any(saved[name]["fits"] != _form(state, *pair) for name, pair in ours.items()):
         return False
+    if any(("lowrank" in saved[name]) != (each.factors is not None) for name, (_, each) in ours.items()):
+        return False  # factors of small matrices are empty, which their number in the form does not tell from none
     for name, (_, compressed) in ours.items():
         values, residual = saved[name], compressed.residual
         assert residual is not None
