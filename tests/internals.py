@@ -162,7 +162,7 @@ def residuals_of(model: nn.Module) -> list[Tensor]:
 
 
 def mean_residuals_of(model: nn.Module) -> dict[str, Tensor]:
-    """Return the residuals of all ranks, divided by their number, by full names of parameters. A collective."""
+    """Return the sum of all ranks' residuals in the unit of ``.grad``, by full names of parameters. A collective."""
     return {name: each.full_tensor() for name, each in mean_residuals(require_state(model)).items()}
 
 

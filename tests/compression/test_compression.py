@@ -18,6 +18,7 @@ import yafsdp_cc
 from tests.compression.ledger import Ledger, gradients, loss_of, net, sharded, unsent
 from tests.internals import gradient_codecs, residuals_of
 from tests.models import Skipping
+from tests.optim import slopes
 from tests.ranks import on_ranks, ranks
 from tests.soak import SOAK, also
 from yafsdp_cc import Compression
@@ -281,6 +282,25 @@ def test_bytes_sent_and_held_are_as_planned() -> None:
     assert "onebit" in text
     for choice in plan.choices:
         assert choice.reduce == yafsdp_cc.plan_of(sharded(choice.codec)).communication.reduce
+
+
+@ranks(2)
+def test_residuals_in_int8_round_no_sum_of_micro_batches() -> None:
+    """One large gradient in each block makes the steps coarse in which the residual could add up the others."""
+    model = slopes.sharded("int8", compression={"residual": "int8"}, zero_stage=1)
+    (given, *others), large = slopes.drawn(0, 0), torch.arange(60 * 40).view(60, 40) % slopes.BLOCK == 0
+    before = slopes.weights(model)[0]
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    for _ in range(8):
+        for micro in range(4):
+            model.set_requires_gradient_sync(micro == 3)
+            model([given.masked_fill(large, 1000.0), *others]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = (before - slopes.weights(model)[0] + unsent(model)["parts.0.weight"])[~large].double()
+    due = 32 * given[~large].double()
+    assert (found - due).norm() < 0.01 * due.norm()
+    assert yafsdp_cc.counters_of(model).owned_bytes == yafsdp_cc.plan_of(model).owned_bytes
 
 
 @ranks(2)

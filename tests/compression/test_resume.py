@@ -7,12 +7,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import yafsdp_cc
 from tests.compression.ledger import Ledger, gradients, loss_of, sharded, unsent
+from tests.optim import slopes
 from tests.ranks import on_ranks, ranks
 from yafsdp_cc import Compression
+from yafsdp_cc.optim import OneBitSGD
 
 
 def saved(folder: Any, codec: str) -> None:
@@ -56,6 +59,56 @@ def test_residuals_are_resumed_by_any_number_of_ranks(readers, codec, tmp_path):
     """Bit for bit by as many as before."""
     on_ranks(2, saved, tmp_path, codec)
     on_ranks(readers, resumed, tmp_path, codec)
+
+
+def divided(momentum: float, **more: Any) -> tuple[Any, Any]:
+    """A model whose gradients are sums over ranks, as torchtitan's, and plain SGD or its 1-bit momentum."""
+    model = slopes.sharded(**more)
+    for module in (model, *model.parts):
+        module.set_gradient_divide_factor(1.0)
+    return model, (OneBitSGD if momentum else torch.optim.SGD)(model.parameters(), lr=0.01, momentum=momentum)
+
+
+def divided_saved(folder: Any, momentum: float) -> None:
+    model, optimizer = divided(momentum)
+    slopes.trained(model, optimizer, range(3))
+    yafsdp_cc.save(folder / "step", model, optimizer)
+
+
+def divided_resumed(folder: Any, momentum: float) -> None:
+    given = [sum(each) for each in zip(*(slopes.drawn(s, r) for s in range(3) for r in range(2)), strict=True)]
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    over_replicas, within = {"mesh": mesh}, {"mesh": mesh, "compression": {"scope": "shard"}}
+    for more in ({}, over_replicas, *([] if momentum else [within])):
+        model, optimizer = divided(momentum, **more)
+        yafsdp_cc.load(folder / "step", model, optimizer)
+        for _ in range(40 if momentum else 1):
+            model([torch.zeros_like(each) for each in given]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for part, fresh, total in zip(model.parts, slopes.Slopes().parts, given, strict=True):
+            moved = part.weight.full_tensor() - fresh.weight
+            assert torch.allclose(moved, total * (-0.01 / (1 - momentum)), atol=1e-5)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+def test_residuals_are_resumed_in_the_unit_of_the_divisor(momentum, tmp_path):
+    on_ranks(2, divided_saved, tmp_path, momentum)
+    on_ranks(4, divided_resumed, tmp_path, momentum)
+
+
+@ranks(2)
+def test_matrices_too_small_for_factors_take_residuals_of_another_codec(tmp_path: Any) -> None:
+    def fresh(codec: str) -> Any:
+        return yafsdp_cc.shard(nn.Sequential(nn.Linear(40, 10)), compression=Compression(codec, residual="fp32"))
+
+    for codec, other in (("int4", "powersgd"), ("powersgd", "int4"), ("powersgd", "powersgd")):
+        model, resumed = fresh(codec), fresh(other)
+        loss_of(model, 0).backward()
+        yafsdp_cc.save(tmp_path / "step", model)
+        yafsdp_cc.load(tmp_path / "step", resumed)
+        owed, found = unsent(model), unsent(resumed)
+        assert all(torch.allclose(found[name], each, atol=1e-9) for name, each in owed.items())
 
 
 @ranks(2)

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.pipelining import ScheduleGPipe
+from torch.distributed.pipelining import ScheduleGPipe, ScheduleInterleaved1F1B
 
 import yafsdp_cc
 from tests import reference
 from tests.integrations.examples import on_example, same, whole
+from tests.optim.lossless import Lossless
 from tests.ranks import ranks
+from yafsdp_cc import Compression
 from yafsdp_cc.integrations.pipelining import ShardedStage
+from yafsdp_cc.optim import OneBitAdam
 
 
 def _loss(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
@@ -62,3 +67,46 @@ def test_gradients_of_a_schedule_that_keeps_all_micro_batches() -> None:
     truth = reference.mean_gradients(plain, _loss, list(inputs))[1]
     found = {f"{place}.{name}": parameter.grad.full_tensor() for name, parameter in module.named_parameters()}
     same(found, {name: gradient for name, gradient in truth.items() if name in found})
+
+
+@pytest.mark.parametrize("form", ["momentum", "gradient"])
+@pytest.mark.parametrize("kind", [ScheduleGPipe, ScheduleInterleaved1F1B])
+@ranks(4)
+def test_what_is_encoded_is_the_mean_over_micro_batches(kind: Any, form: Any) -> None:
+    """With a codec that loses nothing, 1-bit Adam is AdamW in one process, whether the schedule or the loss divides."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "data"))
+    place, rank = mesh["pipeline"].get_local_rank(), mesh["data"].get_local_rank()
+    mine = (place,) if kind is ScheduleGPipe else (place, place + 2)
+    inputs = torch.randn(6, 2, 8, 32, generator=torch.Generator().manual_seed(1))
+    for scales in (True, False):
+        torch.manual_seed(0)
+        plain = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(2 * len(mine))))
+        parts, compression = copy.deepcopy(plain), Compression(Lossless.name, residual="fp32")
+        modules = [yafsdp_cc.shard(parts[index], mesh=mesh["data"], compression=compression) for index in mine]
+        group = mesh["pipeline"].get_group()
+        stages: Any = [
+            ShardedStage(module, index, len(plain), torch.device("cpu"), group=group)
+            for index, module in zip(mine, modules, strict=True)
+        ]
+        schedule = kind(
+            stages if len(mine) > 1 else stages[0],
+            n_microbatches=4,
+            loss_fn=lambda output, target, by=1 if scales else 4: F.mse_loss(output, target) / by,
+            scale_grads=scales,
+        )
+        settings: Any = {"lr": 1e-2, "warmup_steps": 2, "refreshes": 1000, "form": form}
+        optimizers = [OneBitAdam(module.parameters(), **settings) for module in modules]
+        adamw = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+        for step in inputs:
+            if place == 0:
+                schedule.step(step[rank])
+            else:
+                schedule.step(target=step[rank].flip(-1))
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            F.mse_loss(plain(step.flatten(0, 1)), step.flatten(0, 1).flip(-1)).backward()
+            adamw.step()
+            adamw.zero_grad()
+        for index, module in zip(mine, modules, strict=True):
+            same(whole(module), plain[index])

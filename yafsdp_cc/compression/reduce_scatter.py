@@ -284,6 +284,7 @@ class CompressedSum(Collective):
     def _latch(self, grads: Tensor) -> None:
         """Latch the phase for this sum, and clip its gradients: once encoded, no training loop can clip them."""
         schedule = self.schedule
+        schedule.divide_gradients(grads)
         encodes, self._keeps_exact = schedule.phase.encodes, schedule.phase.keeps_exact
         self._encodes = encodes and self._encoder is not None
         self._is_momentum = self._encodes and self.momentum is not None and schedule.beta > 0
@@ -360,7 +361,7 @@ class CompressedSum(Collective):
             beta, share = self.schedule.beta, self.schedule.share
             mine = self.momentum.narrow(0, start, total.numel())
             # Round only here: the engine's division by the number of ranks is exact for a power of two, as most are.
-            total.add_(mine, alpha=beta / share * self._units).div_(_inverse(share, total.device))
+            total.add_(mine, alpha=beta / share * self.units).div_(_inverse(share, total.device))
 
     def _end(self, own: Tensor | None) -> None:
         """Finish a sum; ``own`` [chunk] is this rank's own gradient where no message held it."""
@@ -392,11 +393,11 @@ class CompressedSum(Collective):
     def _add_to_momentum(self, momentum: Tensor, own: Tensor, share: float) -> None:
         """Add gradients [chunk] of this rank to the first moment, leaving out blocks that are not finite."""
         stored = Residual(momentum.unsqueeze(0), momentum.new_empty(1, 0), self.schedule.config.block)
-        error_feedback.accumulate(own.unsqueeze(0), stored, scale=share / self._units)
+        error_feedback.accumulate(own.unsqueeze(0), stored, scale=share / self.units)
 
     @property
-    def _units(self) -> float:
-        """Divisor that gives the mean gradient of unscaled losses: the number of ranks, times the loss scale."""
+    def units(self) -> float:
+        """Divisor of sums that gives the ``.grad`` of unscaled losses: that of the engine, times the loss scale."""
         return self.flat.divisor.factor * self.schedule.loss_scale
 
     def _keep_exact(self, total: Tensor, start: int) -> None:
@@ -456,12 +457,15 @@ class CompressedReduceScatter(CompressedSum, ReduceScatter):
     @property
     def defers(self) -> bool:
         phase = self.schedule.phase
-        can = self.residual is not None and self.schedule.recursion == CLASSIC._replace(taken=1 - self.schedule.beta)
+        # in int8 each micro-batch would round the sum of those before it, and what that loses nobody feeds back
+        can = self.residual is not None and self.residual.values.dtype != torch.int8
+        can = can and self.schedule.recursion == CLASSIC._replace(taken=1 - self.schedule.beta)
         return can and self._encoder is not None and phase.encodes and not phase.keeps_exact
 
     def defer(self, grads: Tensor) -> None:
         assert self.residual is not None
         self._deferred.update(param for param in self.flat.params if param.parameter.requires_grad)
+        self.schedule.divide_gradients(grads)
         self.schedule.clip_gradients(self.flat.name, grads)
         for chunks in other_chunks(grads, self.flat.layout, self.flat.rank):
             error_feedback.accumulate(chunks.values, self.residual.of(chunks))

@@ -152,6 +152,8 @@ class CompressionSchedule(CompressionObserver):
         """Clips gradients before they are encoded, in the momentum form only."""
         self.loss_scale = 1.0
         """Factor of the losses, and so of gradients and residuals."""
+        self.micro_batches = 1
+        """Divisor of gradients before they are summed: where a stage of a pipeline takes the mean of its batches."""
         self._scaler: weakref.ref[torch.amp.GradScaler] | None = None
         self._has_warned = False
         self._is_resumed = False
@@ -225,6 +227,11 @@ class CompressionSchedule(CompressionObserver):
         """Reserve the tensors that ``clip`` needs for the gradients of the flat parameter ``name``."""
         if self.clip is not None:
             self.clip.reserve(name, device)
+
+    def divide_gradients(self, grads: Tensor) -> None:
+        """Divide gradients by ``micro_batches`` in place, before anything else is done with them."""
+        if self.micro_batches != 1:
+            grads.div_(self.micro_batches)
 
     def clip_gradients(self, name: str, grads: Tensor) -> None:
         """Clip the gradients of the flat parameter ``name`` in place, before they are encoded."""

@@ -1,9 +1,10 @@
 """Residuals and the weights that deltas build on as checkpoint state: sharded like the parameters.
 
 A residual is what this rank has not sent yet to one other rank. Only its sum over ranks matters, so a checkpoint holds,
-at each element's owner, that sum divided by the number of ranks: a tensor sharded like the parameter. After loading,
-residuals are zero and the saved value, times the new number of ranks, is added to the next sum: no gradient is lost. On
-the same ranks each rank's residuals are saved and loaded as they are, too.
+at each element's owner, that sum in the unit of ``.grad``, divided by the number of ranks unless users have set another
+divisor: a tensor sharded like the parameter. After loading, residuals are zero and the saved value, times the present
+divisor, is added to the next sum: no gradient is lost. On the same ranks each rank's residuals are saved and loaded as
+they are, too.
 
 With differences (EF21) a residual is the estimate of what was sent, and nothing is unsent. The checkpoint holds the
 mean of the ranks' estimates, from which all ranks resume: the sum of estimates at each owner is the same as before.
@@ -70,7 +71,7 @@ def set_codecs(state: FSDPState, codecs: Mapping[FlatParam, str]) -> None:
 
 @torch.no_grad()
 def mean_residuals(state: FSDPState) -> dict[str, FlatDTensor]:
-    """Return by full name the sum of all ranks' unsent gradients divided by the number of ranks, fp32. A collective.
+    """Return by full name what the sum of all ranks' unsent gradients adds to ``.grad``, fp32. A collective.
 
     The results have the unit of gradients of an unscaled loss.
     """
@@ -79,7 +80,7 @@ def mean_residuals(state: FSDPState) -> dict[str, FlatDTensor]:
     for flat, compressed in compressed_sums(state):
         if compressed.carried_over is not None or (compressed.residual is not None and compressed.estimate is None):
             total = _sum_of_unsent(state, compressed)
-            found |= _by_name(flat, total.div_(state.context.info.mesh.size() * compressed.schedule.loss_scale))
+            found |= _by_name(flat, total.div_(compressed.units))
     return found
 
 
@@ -104,8 +105,8 @@ def carry_over_residuals(state: FSDPState, residuals: Mapping[str, FlatDTensor])
             # A reduce-scatter adds carried-over values in each replica, before sums over replicas; an all-reduce over
             # replicas adds them once.
             over_shard = isinstance(compressed, CompressedReduceScatter)
-            ranks = state.context.gather.comm.world if over_shard else state.context.info.mesh.size()
-            compressed.carried_over = total.mul_(ranks * schedule.loss_scale)
+            replicas = state.context.info.mesh.size() / state.context.gather.comm.world if over_shard else 1
+            compressed.carried_over = total.mul_(compressed.units / replicas)
         compressed.clear()
 
 
@@ -188,6 +189,8 @@ def load_local_residuals(state: FSDPState, saved: Mapping[str, Any]) -> bool:
     ours = {flat.name: (flat, each) for flat, each in compressed_sums(state) if each.residual is not None}
     if ours.keys() != saved.keys() or any(saved[name]["fits"] != _form(state, *pair) for name, pair in ours.items()):
         return False
+    if any(("lowrank" in saved[name]) != (each.factors is not None) for name, (_, each) in ours.items()):
+        return False  # factors of small matrices are empty, which their number in the form does not tell from none
     for name, (_, compressed) in ours.items():
         values, residual = saved[name], compressed.residual
         assert residual is not None

@@ -522,7 +522,8 @@ class OneBitOptimizer(Optimizer):
             warnings.warn(
                 f"the loop clips gradients (by now to {after / before:.2g} of their norm), and {name} does not know "
                 "the limit: after the warm-up they are sent as they are, and those of many times it do lasting harm. "
-                f"Pass max_grad_norm=..., as clip_grad_norm_ has it, to {name} too",
+                f"Pass max_grad_norm=..., as clip_grad_norm_ has it, to {name} too. A loop that divides .grad, by the "
+                "number of tokens for example, has to divide the loss in its place",
                 stacklevel=3,
             )
 

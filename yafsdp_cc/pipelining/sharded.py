@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._backward import stage_backward
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
+from yafsdp_cc.compression.schedule import CompressionSchedule
+from yafsdp_cc.compression.state import compressed_sums
 from yafsdp_cc.engine.spec import specs_below
-from yafsdp_cc.fsdp2.module import check_sharded
+from yafsdp_cc.fsdp2.module import built_state
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,29 +33,56 @@ class ShardedStage(PipelineStage):
         super().__init__(*args, **kwargs)
         self.dw_builder = lambda: lambda: None  # torch's stage would compute gradients of weights in what it returns
         self._backwards = 0
+        self._takes_mean = False
 
     def clear_runtime_states(self) -> None:
         """Reset torch's and the stage's own state at the beginning of a step."""
         super().clear_runtime_states()
-        self._backwards = 0
+        self._backwards, self._takes_mean = 0, _takes_mean()
 
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> tuple[tuple[Tensor | None, ...], None]:
         """Run the whole backward of one micro-batch, and reduce the sum of gradients if it is the last of the step."""
-        check_sharded(self.submod)
+        schedule = CompressionSchedule.of(built_state(self.submod, "ShardedStage"))
         # count backwards: ``last_backward`` marks the last gradients of weights, which a schedule may compute later
         self._backwards += 1
         for spec in specs_below(self.submod):
             spec.settings.requires_gradient_sync = self._backwards == self.chunks
-        return stage_backward(**bwd_kwargs), None
+        if schedule is None or not self._takes_mean:
+            return stage_backward(**bwd_kwargs), None
+        # a message, its residual and the momentum of a 1-bit optimizer are made before ``scale_grads``, so divide first
+        schedule.micro_batches = self.chunks or 1
+        try:
+            return stage_backward(**bwd_kwargs), None
+        finally:
+            schedule.micro_batches = 1
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """Scale the reduced gradients, after the last backward, to the mean over micro-batches."""
         self.scale_grads(grad_scale_factor)
+
+    def scale_grads(self, grad_scale_factor: int) -> None:
+        """Divide gradients by the number of micro-batches, but for those that were divided before they were summed."""
+        sums = compressed_sums(built_state(self.submod, "ShardedStage")) if self._takes_mean else ()
+        divided = {id(param.parameter) for flat, _ in sums for param in flat.params}
+        for parameter in self.submod.parameters() if grad_scale_factor != 1 else ():
+            if parameter.grad is not None and id(parameter) not in divided:
+                parameter.grad.div_(grad_scale_factor)
 
     def _post_metadata_inference_cleanup(self) -> None:
         # nothing else to clean up: the shape inference unshards no weights and leaves no .grad
         self._fwd_outputs_for_bwd_meta = None
         self._fwd_inputs_for_bwd_meta = None
         self._fwd_kwargs_tensors_for_bwd_meta = None
+
+
+def _takes_mean() -> bool:
+    """Return whether the schedule whose step is running wants the mean over micro-batches, which it tells no stage
+    before the gradients are summed."""
+    frame = sys._getframe()
+    while (caller := frame.f_back) is not None:
+        frame, schedule = caller, caller.f_locals.get("self")
+        if isinstance(schedule, PipelineScheduleSingle | PipelineScheduleMulti):
+            return schedule.scale_grads
+    return False
