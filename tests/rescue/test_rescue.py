@@ -38,7 +38,7 @@ from yafsdp_cc.rescue.memory import MEMORY, RunMemory, folder_of_run, locked_by_
 from yafsdp_cc.rescue.nodes import Nodes, Transfer, transfer
 
 on_ranks = partial(on_kept_ranks, fresh=True)  # ranks that are started again are new processes
-WAYS = ("exact", "int8", "onebit", "fully_shard", "plain")
+WAYS = ("exact", "int8", "part", "onebit", "fully_shard", "plain")
 Settings = dict[str, Any]
 
 
@@ -72,7 +72,10 @@ def train(folder: Path, steps: int, way: str = "exact", nodes: int = 1, **settin
     if way == "fully_shard":
         fully_shard(model)
     elif way != "plain":
-        yafsdp_cc.shard(model, units=[nn.Linear], compression=way if way in ("int8", "onebit") else None)
+        codec = {"int8": "int8", "part": "int8", "onebit": "onebit"}.get(way)
+        yafsdp_cc.shard(model, units=[nn.Linear], compression=codec)
+    if way == "part":
+        model = nn.Sequential(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     drawn, loader = torch.Generator().manual_seed(rank), Loader()
@@ -109,7 +112,7 @@ def snapshots(folder: Path, node: int = 0) -> dict[int, Path]:
     return {int(each.name.removeprefix("step-").partition(".")[0]): each for each in found}
 
 
-@pytest.mark.parametrize("way", [way if way in ("exact", "int8") else also(way) for way in WAYS])
+@pytest.mark.parametrize("way", [way if way in ("exact", "int8", "part") else also(way) for way in WAYS])
 def test_ranks_that_died_go_on_bit_for_bit(tmp_path: Path, way: str) -> None:
     world = 1 if way == "plain" else 2
     undisturbed = on_ranks(world, train, tmp_path / "other", 9, way)
@@ -391,7 +394,7 @@ def test_no_more_than_every_steps_are_lost_at_any_moment(
         lost: list[int] = []
         for last in (14, 18):
             rescue = WatchedRescue(nn.Linear(9, 9), every=every, slow=sleep)
-            vars(rescue)["_engine"] = Busy() if is_busy else None
+            vars(rescue)["_engines"] = [Busy()] if is_busy else []
             for step in range(rescue.restore(), last):
                 time.sleep(0.02 * chance.random())  # ranks that do not wait for each other find more than those that do
                 rescue.step()
@@ -431,7 +434,7 @@ def test_a_copy_goes_on_while_training_communicates_if_it_is_late(
 ) -> None:
     monkeypatch.setenv(MEMORY, str(tmp_path))
     rescue = yafsdp_cc.Rescue(nn.Linear(1, 1), every=10)
-    monkeypatch.setattr(rescue, "_engine", Busy())
+    monkeypatch.setattr(rescue, "_engines", [Busy()])
     rescue._whole, rescue._started, rescue._next, rescue._steps = 30, 36, 46, 38  # it is due behind step 40
     rescue._job = Future()
 
