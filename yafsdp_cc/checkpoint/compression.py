@@ -25,12 +25,13 @@ from yafsdp_cc.compression.state import (
     local_residuals,
     mean_estimates,
     mean_residuals,
+    means_of_ranks,
 )
 from yafsdp_cc.fsdp2.module import require_state, sharded_parts
 from yafsdp_cc.ranks.checks import all_gather_objects, refused_together
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from torch.distributed.checkpoint.metadata import Metadata
 
@@ -53,12 +54,16 @@ def check_names(extra: dict[str, Any]) -> None:
         raise ValueError(f"save() keeps something of its own as {taken[0]!r}: choose another name")
 
 
-def local_state(model: nn.Module) -> dict[str, Any]:
-    """Return compression's entries of this rank's extra file; none for a model without compression."""
+def local_state(model: nn.Module, *, tuned: bool) -> dict[str, Any]:
+    """Return compression's entries of this rank's extra file; none for a model without compression.
+
+    ``tuned`` is whether they include the residuals of sums whose codecs are chosen in training.
+    """
     found: dict[str, Any] = {}
     for prefix, state, schedule in _compressed(model):
         _, behind = kept_weights(state)
-        saved = {LOCAL: local_residuals(state), STEPS: schedule.steps, **({BEHIND: behind} if behind else {})}
+        residuals = local_residuals(state, tuned=tuned)
+        saved = {LOCAL: residuals, STEPS: schedule.steps, **({BEHIND: behind} if behind else {})}
         # save the decay that residuals have: a scheduler may have changed the optimizer's since the last forward
         saved[DECAY] = schedule.beta, schedule.share
         saved[ROUNDED] = {flat.name: compressed.rounded for flat, compressed in compressed_sums(state)}
@@ -73,8 +78,8 @@ def local_state(model: nn.Module) -> dict[str, Any]:
 def sharded_state(model: nn.Module, *, means: bool = True) -> dict[str, Any]:
     """Return compression's entries of the checkpoint's sharded state. A collective; call it before ``local_state``.
 
-    With ``means``, the entries include the residuals' means over the ranks, which only a load by another number of
-    ranks needs, and which cost as many bytes to send as exact gradients.
+    With ``means``, the entries include the residuals' means over the ranks, which cost as many bytes to send as exact
+    gradients; without, a load that needs them reads the residuals of all ranks.
     """
     found: dict[str, dict[str, FlatDTensor]] = {kind: {} for kind in _KINDS}
     for prefix, state, schedule in _compressed(model):
@@ -112,13 +117,20 @@ def empty_state(model: nn.Module, contents: Metadata, trains: bool) -> dict[str,
     return {kind: empty for kind, empty in found.items() if empty}
 
 
-def load_state(model: nn.Module, loaded: dict[str, Any], extra: dict[str, Any], group: Group) -> None:
+def load_state(
+    model: nn.Module,
+    loaded: dict[str, Any],
+    extra: dict[str, Any],
+    extras: Sequence[Callable[[], dict[str, Any]]],
+    group: Group,
+) -> None:
     """Load the checkpoint's state of compression, and remove its entries from ``extra``. A collective.
 
     Args:
         model: its shards have their weights already.
         loaded: the tensors of ``empty_state``, filled from the checkpoint.
         extra: the content of this rank's extra file.
+        extras: a function for each rank that saved, which reads its extra file.
     """
     own = {name: extra.pop(name) for name in list(extra) if name.startswith(_OWN)}
     for prefix, state, schedule in _compressed(model):
@@ -130,7 +142,8 @@ def load_state(model: nn.Module, loaded: dict[str, Any], extra: dict[str, Any], 
             }
             for kind in _KINDS
         }
-        _load_part(state, schedule, tensors, {name: own.get(name + prefix) for name in _OWN}, group)
+        of_ranks = (read().get(LOCAL + prefix, {}) for read in extras)
+        _load_part(state, schedule, tensors, {name: own.get(name + prefix) for name in _OWN}, of_ranks, group)
 
 
 def _load_part(
@@ -138,9 +151,10 @@ def _load_part(
     schedule: CompressionSchedule,
     loaded: dict[str, dict[str, FlatDTensor]],
     own: dict[str, Any],
+    of_ranks: Iterable[dict[str, Any]],
     group: Group,
 ) -> None:
-    """Load compression's state of one sharded part of a model."""
+    """Load compression's state of one sharded part of a model; ``of_ranks`` has the ``LOCAL`` of all that saved."""
     local, fallen, clip = own[LOCAL], own[FALLBACK], own[CLIP]
     with refused_together(*group):
         if own[STEPS] is not None:
@@ -158,8 +172,12 @@ def _load_part(
         schedule.resume_clip(clip if fits else None, state.context.device)
     # unless all ranks' residuals fit, start with empty ones, and add the mean of the saved ones to the next sums
     if not all(all_gather_objects(fits, group)):
-        carry_over_residuals(state, {**empty_residuals(state), **loaded[RESIDUALS]})
-        load_estimates(state, loaded[ESTIMATES])
+        residuals, estimates = loaded[RESIDUALS], loaded[ESTIMATES]
+        if not (residuals or estimates):  # a snapshot of ``Rescue`` has no means
+            with refused_together(*group):
+                residuals, estimates = means_of_ranks(state, of_ranks)
+        carry_over_residuals(state, {**empty_residuals(state), **residuals})
+        load_estimates(state, estimates)
     if loaded[KEPT]:
         load_kept_weights(state, loaded[KEPT], own[BEHIND] or [])
     require_state(state.model)  # makes the loaded phase's buffers now: ``plan_of`` lists them before a forward
