@@ -21,9 +21,12 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 import yafsdp_cc
 from tests.checkpoint.jobs import contents, grouped, job, same, train
+from tests.internals import kept_weights_of, mean_residuals_of
 from tests.models import Transformer
 from tests.ranks import on_ranks, ranks
 from tests.soak import also
+from tests.twins import refusal
+from yafsdp_cc import Compression
 from yafsdp_cc.checkpoint.ranks import ranks_of
 
 # In the background
@@ -343,6 +346,77 @@ def test_a_scheduler_s_milestones_come_back_as_they_were(tmp_path):
 
     assert rates(True) == rates(False)
     assert len(set(rates(True))) == 4
+
+
+class Parts(nn.Module):
+    """A module that is not sharded around two networks: one is sharded, and of the other the blocks are."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        nets = [nn.Sequential(nn.Linear(32, 300), nn.Linear(300, 32)) for _ in range(2)]
+        compression = Compression("int4", weights="int8")
+        self.one = yafsdp_cc.shard(nets[0], units=[nn.Linear], compression=compression, zero_stage=2)
+        self.other = nets[1]
+        for block in self.other:
+            yafsdp_cc.fully_shard(block, compression="int8")
+
+    def forward(self, x):
+        return self.other(self.one(x))
+
+    def compression(self):
+        """Return what is still to be sent, and what deltas build on, by part and name."""
+        parts = {"one": self.one, "other.0": self.other[0], "other.1": self.other[1]}
+        found = {(name, part): each for name, model in parts.items() for part, each in mean_residuals_of(model).items()}
+        return found, kept_weights_of(self.one)
+
+
+def parts_trained(model, optimizer, steps):
+    for step in steps:
+        x = torch.randn(4, 32, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def parts_saved(folder):
+    model = Parts()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    parts_trained(model, optimizer, range(3))
+    yafsdp_cc.save(folder / "step", model, optimizer)
+    compression = model.compression()
+    parts_trained(model, optimizer, range(3, 5))
+    weights = contents(model, optimizer)
+    if dist.get_rank() == 0:
+        torch.save((compression, weights), folder / "truth.pt")
+
+
+def parts_resumed(folder):
+    (residuals, kept), weights = torch.load(folder / "truth.pt")
+    model = Parts()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    assert yafsdp_cc.load(folder / "step", model, optimizer) == {}
+    for found, saved in zip(model.compression(), (residuals, kept), strict=True):
+        assert len(found) == len(saved) > 0
+        assert all(found[name].allclose(each, rtol=1e-5, atol=1e-9) for name, each in saved.items())
+    assert all(each.any() for name, each in residuals.items() if name[1].endswith("weight"))
+    if dist.get_world_size() == 2:
+        parts_trained(model, optimizer, range(3, 5))
+        same(contents(model, optimizer), weights)
+
+
+def test_parts_of_a_module_that_is_not_sharded_have_their_compression(tmp_path):
+    on_ranks(2, parts_saved, tmp_path)
+    for world in (2, 3):
+        on_ranks(world, parts_resumed, tmp_path)
+
+
+@ranks(2)
+def test_a_load_into_whole_parameters_of_a_part_is_refused(tmp_path):
+    model = nn.ModuleList([yafsdp_cc.shard(nn.Linear(4, 4))])
+    yafsdp_cc.save(tmp_path / "step", model)
+    with yafsdp_cc.whole_parameters(model[0]):
+        assert "load inside whole_parameters" in refusal(lambda: yafsdp_cc.load(tmp_path / "step", model))
 
 
 class Loader:

@@ -15,7 +15,17 @@ from tests.compression.ledger import Ledger, gradients, loss_of, sharded, unsent
 from tests.optim import slopes
 from tests.ranks import on_ranks, ranks
 from yafsdp_cc import Compression
+from yafsdp_cc.compression.state import (
+    carry_over_residuals,
+    local_residuals,
+    mean_estimates,
+    mean_residuals,
+    means_of_ranks,
+)
+from yafsdp_cc.fsdp2.module import require_state
 from yafsdp_cc.optim import OneBitSGD
+from yafsdp_cc.ranks.checks import all_gather_objects
+from yafsdp_cc.ranks.mesh import all_groups
 
 
 def saved(folder: Any, codec: str) -> None:
@@ -109,6 +119,43 @@ def test_matrices_too_small_for_factors_take_residuals_of_another_codec(tmp_path
         yafsdp_cc.load(tmp_path / "step", resumed)
         owed, found = unsent(model), unsent(resumed)
         assert all(torch.allclose(found[name], each, atol=1e-9) for name, each in owed.items())
+
+
+@pytest.mark.parametrize(("feedback", "scope"), [(True, "auto"), (True, "shard"), ("ef21", "auto"), ("ef21", "shard")])
+@ranks(4)
+def test_means_are_made_of_what_each_rank_has_saved(feedback: Any, scope: Any) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = sharded(Compression("int4", feedback=feedback, residual="fp32", scope=scope), mesh=mesh)
+    for module in (model, model[0], model[2], model[4]):
+        module.set_gradient_divide_factor(3.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    yafsdp_cc.follow_scaler(model, scaler)
+    for step in range(2):
+        scaler.scale(loss_of(model, step)).backward()
+        model.zero_grad()
+    state = require_state(model)
+    for _ in range(2):
+        truth = mean_residuals(state), mean_estimates(state)
+        made = means_of_ranks(state, all_gather_objects(local_residuals(state), all_groups(mesh)))
+        for means, others in zip(truth, made, strict=True):
+            for name, each in others.items():
+                expected = means[name].to_local() if means else torch.zeros(())
+                assert torch.allclose(each.to_local(), expected.expand_as(each.to_local()), rtol=1e-5, atol=1e-9), name
+            assert means.keys() <= others.keys()
+        carry_over_residuals(state, made[0])  # which the next sums add
+
+
+@ranks(2)
+def test_residuals_of_other_tensor_parallel_parts_are_said_to_be_left_out() -> None:
+    model = sharded("int4")
+    loss_of(model, 0).backward()
+    state = require_state(model)
+    saved = local_residuals(state)
+    (places,) = (each["places"] for each in saved.values() if "0.weight" in each["places"])
+    places["0.weight"][1:] = [[30, 40], [30, 0]]  # the second half of its rows
+    with pytest.warns(UserWarning, match=r"residuals, .* of 0.weight are left out, as tensor parallelism divides them"):
+        residuals, _ = means_of_ranks(state, [saved])
+    assert residuals.keys() == unsent(model).keys() - {"0.weight"} != set()
 
 
 @ranks(2)

@@ -12,6 +12,7 @@ import re
 import shutil
 import threading
 import time
+import warnings
 from collections import namedtuple
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -28,17 +29,22 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import yafsdp_cc
+from tests.internals import mean_residuals_of, set_tuned_codecs, stop_autotuner
 from tests.ranks import RankError
 from tests.ranks import on_ranks as on_kept_ranks
 from tests.soak import also
 from tests.twins import refusal
+from yafsdp_cc import Compression
 from yafsdp_cc.checkpoint import files
 from yafsdp_cc.checkpoint.save import wait_for_saves
+from yafsdp_cc.compression.state import mean_estimates
+from yafsdp_cc.fsdp2.module import require_state
+from yafsdp_cc.optim import OneBitAdam
 from yafsdp_cc.rescue.memory import MEMORY, RunMemory, folder_of_run, locked_by_rank
 from yafsdp_cc.rescue.nodes import Nodes, Transfer, transfer
 
 on_ranks = partial(on_kept_ranks, fresh=True)  # ranks that are started again are new processes
-WAYS = ("exact", "int8", "onebit", "fully_shard", "plain")
+WAYS = ("exact", "int8", "part", "onebit", "fully_shard", "plain")
 Settings = dict[str, Any]
 
 
@@ -72,7 +78,10 @@ def train(folder: Path, steps: int, way: str = "exact", nodes: int = 1, **settin
     if way == "fully_shard":
         fully_shard(model)
     elif way != "plain":
-        yafsdp_cc.shard(model, units=[nn.Linear], compression=way if way in ("int8", "onebit") else None)
+        codec = {"int8": "int8", "part": "int8", "onebit": "onebit"}.get(way)
+        yafsdp_cc.shard(model, units=[nn.Linear], compression=codec)
+    if way == "part":
+        model = nn.Sequential(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     drawn, loader = torch.Generator().manual_seed(rank), Loader()
@@ -109,7 +118,7 @@ def snapshots(folder: Path, node: int = 0) -> dict[int, Path]:
     return {int(each.name.removeprefix("step-").partition(".")[0]): each for each in found}
 
 
-@pytest.mark.parametrize("way", [way if way in ("exact", "int8") else also(way) for way in WAYS])
+@pytest.mark.parametrize("way", [way if way in ("exact", "int8", "part") else also(way) for way in WAYS])
 def test_ranks_that_died_go_on_bit_for_bit(tmp_path: Path, way: str) -> None:
     world = 1 if way == "plain" else 2
     undisturbed = on_ranks(world, train, tmp_path / "other", 9, way)
@@ -199,6 +208,53 @@ def test_another_number_of_ranks_goes_on(tmp_path: Path, before: int, after: int
     assert [each["began"] for each in gone_on] == [4] * after
     for name, value in saved[0]["weights"].items():
         assert gone_on[0]["weights"][name].equal(value), name
+
+
+def unsent(folder: Path, way: str) -> dict[str, torch.Tensor]:
+    """Make four steps, or load the snapshot behind them; return what updates to come hold of gradients that were."""
+    os.environ[MEMORY] = str(folder)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 133), nn.Linear(133, 71))
+    codec = {"momentum": "onebit", "ef21": Compression("int4", feedback="ef21", residual="fp32")}.get(way, way)
+    yafsdp_cc.shard(model, units=[nn.Linear], compression=codec)
+    parameters = list(model.parameters())
+    optimizer = OneBitAdam(parameters, warmup_steps=2) if way == "momentum" else torch.optim.AdamW(parameters)
+    rescue = yafsdp_cc.Rescue(model, optimizer, every=1)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".* random_states differed between ranks")
+        began = rescue.restore()
+    if way == "auto" and began == 0:
+        stop_autotuner(model)
+        set_tuned_codecs(model, ["int4", "int4"])
+    for step in range(began, 4):
+        draws = torch.Generator().manual_seed(10 * step + dist.get_rank())
+        model(torch.randn(4, 8, generator=draws)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        rescue.step()
+    rescue._wait()
+    found = mean_residuals_of(model)
+    if way == "ef21":
+        return {name: each.full_tensor() for name, each in mean_estimates(require_state(model)).items()}
+    if way == "momentum":  # the first moment, and the part of it that is in residuals
+        beta = optimizer.param_groups[0]["betas"][0]
+        moments = {name: optimizer.state[each]["exp_avg"].full_tensor() for name, each in model.named_parameters()}
+        return {name: moments[name] + each * (1 - beta) / beta for name, each in found.items()}
+    return found
+
+
+@pytest.mark.parametrize(
+    ("way", "after"), [("auto", 2), ("momentum", 3), also("auto", 3), also("int4", 1), also("ef21", 3)]
+)
+def test_gradients_that_were_still_to_be_sent_are_sent_by_any_number_of_ranks(
+    tmp_path: Path, way: str, after: int
+) -> None:
+    saved, *_ = on_ranks(2, unsent, tmp_path, way)
+    found, *_ = on_ranks(after, unsent, tmp_path, way)
+    assert found.keys() == saved.keys() >= {"0.weight", "1.weight"}
+    for name, each in saved.items():
+        assert each.any()
+        assert found[name].allclose(each, rtol=1e-5, atol=1e-8), name
 
 
 def test_a_snapshot_that_is_not_finished_or_damaged_is_not_taken(
@@ -435,7 +491,7 @@ def test_no_more_than_every_steps_are_lost_at_any_moment(
         lost: list[int] = []
         for last in (14, 18):
             rescue = WatchedRescue(nn.Linear(9, 9), every=every, slow=sleep)
-            vars(rescue)["_engine"] = Busy() if is_busy else None
+            vars(rescue)["_engines"] = [Busy()] if is_busy else []
             for step in range(rescue.restore(), last):
                 time.sleep(0.02 * chance.random())  # ranks that do not wait for each other find more than those that do
                 rescue.step()
@@ -475,7 +531,7 @@ def test_a_copy_goes_on_while_training_communicates_if_it_is_late(
 ) -> None:
     monkeypatch.setenv(MEMORY, str(tmp_path))
     rescue = yafsdp_cc.Rescue(nn.Linear(1, 1), every=10)
-    monkeypatch.setattr(rescue, "_engine", Busy())
+    monkeypatch.setattr(rescue, "_engines", [Busy()])
     rescue._whole, rescue._started, rescue._next, rescue._steps = 30, 36, 46, 38  # it is due behind step 40
     rescue._job = Future()
 

@@ -8,10 +8,9 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
-from yafsdp_cc.checkpoint.state import paths_in
+from yafsdp_cc.checkpoint.state import paths_in, plain_name
 from yafsdp_cc.compression.fallback import CodecFallback
 from yafsdp_cc.compression.schedule import CompressionSchedule
 from yafsdp_cc.compression.state import (
@@ -26,62 +25,73 @@ from yafsdp_cc.compression.state import (
     local_residuals,
     mean_estimates,
     mean_residuals,
+    means_of_ranks,
 )
-from yafsdp_cc.fsdp2.module import ShardedModule, require_state
+from yafsdp_cc.fsdp2.module import require_state, sharded_parts
 from yafsdp_cc.ranks.checks import all_gather_objects, refused_together
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
     from torch.distributed.checkpoint.metadata import Metadata
 
     from yafsdp_cc.checkpoint.ranks import Group
     from yafsdp_cc.engine.state import FSDPState
+    from yafsdp_cc.tensor.dtensor import FlatDTensor
 
 # these names are in checkpoints of earlier versions: keep them
-RESIDUALS, ESTIMATES, KEPT = "residuals", "estimates", "kept_weights"
+_KINDS = RESIDUALS, ESTIMATES, KEPT = "residuals", "estimates", "kept_weights"
 LOCAL, STEPS, BEHIND = "_wire_residuals", "_wire_steps", "_wire_behind"
 FALLBACK, CLIP, DECAY, ROUNDED = "_wire_guard", "_wire_clip", "_wire_decay", "_wire_rounded"
-"""Keys in each rank's extra file; the values of all but ``LOCAL`` and ``CLIP`` are equal on all ranks."""
+_OWN = LOCAL, STEPS, BEHIND, FALLBACK, CLIP, DECAY, ROUNDED
+"""Keys in each rank's extra file, followed by the prefix of names where a part of the model is sharded; the values of
+all but ``LOCAL`` and ``CLIP`` are equal on all ranks."""
 
 
 def check_names(extra: dict[str, Any]) -> None:
     """Raise a ``ValueError`` if the user's ``extra`` has one of compression's own keys."""
-    if taken := [name for name in (LOCAL, STEPS, BEHIND, FALLBACK, CLIP, DECAY, ROUNDED) if name in extra]:
+    if taken := [name for name in extra if name.startswith(_OWN)]:
         raise ValueError(f"save() keeps something of its own as {taken[0]!r}: choose another name")
 
 
-def local_state(model: nn.Module) -> dict[str, Any]:
-    """Return compression's entries of this rank's extra file; none for a model without compression."""
-    if (found := _compressed(model)) is None:
-        return {}
-    state, schedule = found
-    _, behind = kept_weights(state)
-    saved = {LOCAL: local_residuals(state), STEPS: schedule.steps, **({BEHIND: behind} if behind else {})}
-    # save the decay that residuals have: a scheduler may have changed the optimizer's since the last forward
-    saved[DECAY] = schedule.beta, schedule.share
-    saved[ROUNDED] = {flat.name: compressed.rounded for flat, compressed in compressed_sums(state)}
-    if (fallback := CodecFallback.of(state)) is not None:
-        saved[FALLBACK] = fallback.state_dict()
-    if schedule.clip is not None:
-        saved[CLIP] = schedule.clip.state()
-    return saved
+def local_state(model: nn.Module, *, tuned: bool) -> dict[str, Any]:
+    """Return compression's entries of this rank's extra file; none for a model without compression.
+
+    ``tuned`` is whether they include the residuals of sums whose codecs are chosen in training.
+    """
+    found: dict[str, Any] = {}
+    for prefix, state, schedule in _compressed(model):
+        _, behind = kept_weights(state)
+        residuals = local_residuals(state, tuned=tuned)
+        saved = {LOCAL: residuals, STEPS: schedule.steps, **({BEHIND: behind} if behind else {})}
+        # save the decay that residuals have: a scheduler may have changed the optimizer's since the last forward
+        saved[DECAY] = schedule.beta, schedule.share
+        saved[ROUNDED] = {flat.name: compressed.rounded for flat, compressed in compressed_sums(state)}
+        if (fallback := CodecFallback.of(state)) is not None:
+            saved[FALLBACK] = fallback.state_dict()
+        if schedule.clip is not None:
+            saved[CLIP] = schedule.clip.state()
+        found |= {name + prefix: value for name, value in saved.items()}
+    return found
 
 
 def sharded_state(model: nn.Module, *, means: bool = True) -> dict[str, Any]:
     """Return compression's entries of the checkpoint's sharded state. A collective; call it before ``local_state``.
 
-    With ``means``, the entries include the residuals' means over the ranks, which only a load by another number of
-    ranks needs, and which cost as many bytes to send as exact gradients.
+    With ``means``, the entries include the residuals' means over the ranks, which cost as many bytes to send as exact
+    gradients; without, a load that needs them reads the residuals of all ranks.
     """
-    if (found := _compressed(model)) is None:
-        return {}
-    state, schedule = found
-    if (fallback := CodecFallback.of(state)) is not None:
-        fallback.judge()  # judge the measurement of errors under way, which a checkpoint does not hold
-    schedule.count_step()  # the last optimizer step, which no forward has followed, may have ended the warm-up
-    saved = {KEPT: kept_weights(state)[0]}
-    if means:
-        saved |= {RESIDUALS: mean_residuals(state), ESTIMATES: mean_estimates(state)}
-    return {part: tensors for part, tensors in saved.items() if tensors}
+    found: dict[str, dict[str, FlatDTensor]] = {kind: {} for kind in _KINDS}
+    for prefix, state, schedule in _compressed(model):
+        if (fallback := CodecFallback.of(state)) is not None:
+            fallback.judge()  # judge the measurement of errors under way, which a checkpoint does not hold
+        schedule.count_step()  # the last optimizer step, which no forward has followed, may have ended the warm-up
+        saved = {KEPT: kept_weights(state)[0]}
+        if means:
+            saved |= {RESIDUALS: mean_residuals(state), ESTIMATES: mean_estimates(state)}
+        for kind, tensors in saved.items():
+            found[kind] |= {prefix + name: each for name, each in tensors.items()}
+    return {kind: tensors for kind, tensors in found.items() if tensors}
 
 
 def empty_state(model: nn.Module, contents: Metadata, trains: bool) -> dict[str, Any]:
@@ -89,45 +99,70 @@ def empty_state(model: nn.Module, contents: Metadata, trains: bool) -> dict[str,
 
     With ``trains``, a warning names parameters whose residuals are left out, as the model does not encode their sums.
     """
-    found = _compressed(model)
-    saved, told, kept = (
-        {name for name, *_ in paths_in(contents, part).values()} for part in (RESIDUALS, ESTIMATES, KEPT)
-    )
-    gradients, weights = ({}, {}) if found is None else (empty_residuals(found[0]), empty_kept_weights(found[0]))
-    residuals = {name: each for name, each in gradients.items() if name in saved}
-    differs = found is not None and found[1].config.sends_differences
-    estimates = {name: torch.zeros_like(each) for name, each in gradients.items() if differs and name in told}
-    weights = {name: each for name, each in weights.items() if name in kept}
-    if trains and (lost := sorted(saved - residuals.keys())):
+    saved = {kind: {name for name, *_ in paths_in(contents, kind).values()} for kind in _KINDS}
+    found: dict[str, dict[str, FlatDTensor]] = {kind: {} for kind in _KINDS}
+    for prefix, state, schedule in _compressed(model):
+        wanted = {RESIDUALS: empty_residuals(state), KEPT: empty_kept_weights(state)}
+        if schedule.config.sends_differences:
+            wanted[ESTIMATES] = empty_residuals(state)
+        for kind, tensors in wanted.items():
+            named = {prefix + name: each for name, each in tensors.items()}
+            found[kind] |= {name: each for name, each in named.items() if name in saved[kind]}
+    if trains and (lost := sorted(saved[RESIDUALS] - found[RESIDUALS].keys())):
         warnings.warn(
             f"the checkpoint has residuals, gradients that were still to be sent, of {', '.join(lost[:3])}"
             f"{', ...' if len(lost) > 3 else ''}, which this model does not encode: they are left out",
             stacklevel=3,
         )
-    parts = {RESIDUALS: residuals, ESTIMATES: estimates, KEPT: weights}
-    return {part: empty for part, empty in parts.items() if empty}
+    return {kind: empty for kind, empty in found.items() if empty}
 
 
-def load_state(model: nn.Module, loaded: dict[str, Any], extra: dict[str, Any], group: Group) -> None:
+def load_state(
+    model: nn.Module,
+    loaded: dict[str, Any],
+    extra: dict[str, Any],
+    extras: Sequence[Callable[[], dict[str, Any]]],
+    group: Group,
+) -> None:
     """Load the checkpoint's state of compression, and remove its entries from ``extra``. A collective.
 
     Args:
         model: its shards have their weights already.
         loaded: the tensors of ``empty_state``, filled from the checkpoint.
         extra: the content of this rank's extra file.
+        extras: a function for each rank that saved, which reads its extra file.
     """
-    local, steps, behind, fallen, clip = (extra.pop(name, None) for name in (LOCAL, STEPS, BEHIND, FALLBACK, CLIP))
-    decay, rounded = extra.pop(DECAY, None), extra.pop(ROUNDED, {})
-    if (found := _compressed(model)) is None:
-        return
-    state, schedule = found
+    own = {name: extra.pop(name) for name in list(extra) if name.startswith(_OWN)}
+    for prefix, state, schedule in _compressed(model):
+        tensors: dict[str, dict[str, FlatDTensor]] = {
+            kind: {
+                name.removeprefix(prefix): each
+                for name, each in loaded.get(kind, {}).items()
+                if name.startswith(prefix)
+            }
+            for kind in _KINDS
+        }
+        of_ranks = (read().get(LOCAL + prefix, {}) for read in extras)
+        _load_part(state, schedule, tensors, {name: own.get(name + prefix) for name in _OWN}, of_ranks, group)
+
+
+def _load_part(
+    state: FSDPState,
+    schedule: CompressionSchedule,
+    loaded: dict[str, dict[str, FlatDTensor]],
+    own: dict[str, Any],
+    of_ranks: Iterable[dict[str, Any]],
+    group: Group,
+) -> None:
+    """Load compression's state of one sharded part of a model; ``of_ranks`` has the ``LOCAL`` of all that saved."""
+    local, fallen, clip = own[LOCAL], own[FALLBACK], own[CLIP]
     with refused_together(*group):
-        if steps is not None:
-            schedule.resume(steps)
+        if own[STEPS] is not None:
+            schedule.resume(own[STEPS])
             state.outdated |= not schedule.phase.encodes  # assemble anew: exact sums need scratch buffers
         for flat, compressed in compressed_sums(state):  # go on with the saved counters of random numbers
-            compressed.rounded = rounded.get(flat.name, compressed.rounded)
-        schedule.resume_decay(decay)
+            compressed.rounded = (own[ROUNDED] or {}).get(flat.name, compressed.rounded)
+        schedule.resume_decay(own[DECAY])
         if fallen is not None and (fallback := CodecFallback.of(state)) is not None:
             fallback.load_state_dict(fallen)
         # an exact step, in which clipping limits are measured, needs the whole first moment: none of it may be in
@@ -137,17 +172,22 @@ def load_state(model: nn.Module, loaded: dict[str, Any], extra: dict[str, Any], 
         schedule.resume_clip(clip if fits else None, state.context.device)
     # unless all ranks' residuals fit, start with empty ones, and add the mean of the saved ones to the next sums
     if not all(all_gather_objects(fits, group)):
-        carry_over_residuals(state, {**empty_residuals(state), **loaded.get(RESIDUALS, {})})
-        load_estimates(state, loaded.get(ESTIMATES, {}))
-    if KEPT in loaded:
-        load_kept_weights(state, loaded[KEPT], behind or [])
-    require_state(model)  # makes the loaded phase's buffers now: ``plan_of`` lists them before a forward
+        residuals, estimates = loaded[RESIDUALS], loaded[ESTIMATES]
+        if not (residuals or estimates):  # a snapshot of ``Rescue`` has no means
+            with refused_together(*group):
+                residuals, estimates = means_of_ranks(state, of_ranks)
+        carry_over_residuals(state, {**empty_residuals(state), **residuals})
+        load_estimates(state, estimates)
+    if loaded[KEPT]:
+        load_kept_weights(state, loaded[KEPT], own[BEHIND] or [])
+    require_state(state.model)  # makes the loaded phase's buffers now: ``plan_of`` lists them before a forward
 
 
-def _compressed(model: nn.Module) -> tuple[FSDPState, CompressionSchedule] | None:
-    """Return the engine and the schedule of a model that is sharded with a compression."""
-    if not isinstance(model, ShardedModule):
-        return None
-    state = require_state(model)
-    schedule = CompressionSchedule.of(state)
-    return None if schedule is None else (state, schedule)
+def _compressed(model: nn.Module) -> Iterator[tuple[str, FSDPState, CompressionSchedule]]:
+    """Yield what has a compression among the sharded parts of a model: the prefix of names, engine and schedule."""
+    found: dict[FSDPState, str] = {}
+    for prefix, part in sharded_parts(model):
+        found.setdefault(require_state(part), plain_name(prefix))
+    for state, prefix in found.items():
+        if (schedule := CompressionSchedule.of(state)) is not None:
+            yield prefix, state, schedule

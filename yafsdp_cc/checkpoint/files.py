@@ -25,9 +25,10 @@ import shutil
 import warnings
 import zipfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -296,6 +297,13 @@ def extra_name(rank: int, world: int) -> str:
     return f"extra_{rank}_of_{world}.pt"
 
 
+def extra_readers(folder: Path, sums: Sequence[int] | None) -> list[Callable[[], dict[str, Any]]]:
+    """Return, for each rank that saved, a function that reads its extra data; none without files of ``save``."""
+    found = [re.fullmatch(r"extra_\d+_of_(\d+)", file.stem) for file in folder.glob("extra_*_of_*.pt")]
+    crcs: Sequence[int | None] = sums or [None] * max((int(each[1]) for each in found if each), default=0)
+    return [partial(_load_extra, folder / extra_name(rank, len(crcs)), crc) for rank, crc in enumerate(crcs)]
+
+
 def read_extra(folder: Path, rank: int, world: int, sums: Sequence[int] | None = None) -> dict[str, Any]:
     """Return this rank's extra data; with another number of ranks than saved, only the data that all ranks saved alike.
 
@@ -309,28 +317,19 @@ def read_extra(folder: Path, rank: int, world: int, sums: Sequence[int] | None =
     Raises:
         ValueError: the file of a rank is missing or damaged.
     """
-    found = [re.fullmatch(r"extra_\d+_of_(\d+)", file.stem) for file in folder.glob("extra_*_of_*.pt")]
-    numbers = [int(each[1]) for each in found if each]
-    if not numbers and sums is None:  # yafsdp_cc.save has not written this checkpoint
-        return {}
-    saved = max(numbers) if sums is None else len(sums)
-
-    def read(each: int) -> dict[str, Any]:
-        return _load_extra(folder / extra_name(each, saved), None if sums is None else sums[each])
-
-    if saved == world:
-        return read(rank)
-    first, *others = map(read, range(saved))
-    alike = {
-        name: value
-        for name, value in first.items()
-        if all(name in other and _same(other[name], value) for other in others)
-    }
-    named = {name for each in (first, *others) for name in each}
+    ranks = extra_readers(folder, sums)
+    if len(ranks) in (0, world):
+        return ranks[rank]() if ranks else {}
+    alike = ranks[0]()
+    named = set(alike)
+    for read in ranks[1:]:  # one at a time: each has residuals as large as the model
+        other = read()
+        named |= other.keys()
+        alike = {name: value for name, value in alike.items() if name in other and _same(other[name], value)}
     if own := sorted(name for name in named - alike.keys() if not name.startswith("_wire")):
         warnings.warn(
-            f"{folder} was saved by {saved} ranks and is loaded by {world}: {', '.join(own)} differed between ranks "
-            "and is left out",
+            f"{folder} was saved by {len(ranks)} ranks and is loaded by {world}: {', '.join(own)} differed between "
+            "ranks and is left out",
             stacklevel=3,
         )
     return alike

@@ -157,7 +157,7 @@ def load_from(
         ) from error
     extras = {name: unpacked(value) for name, value in weights[MODEL].items() if is_extra_state(name)}
     load_model_state(model, weights[MODEL] | extras)
-    compression.load_state(model, state, extra, group)
+    compression.load_state(model, state, extra, files.extra_readers(folder, reader.extra_sums), group)
     replicas.load_state(model, state)
     return extra
 

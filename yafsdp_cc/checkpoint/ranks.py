@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.constants import default_pg_timeout
 
-from yafsdp_cc.fsdp2.module import ShardedModule, ranks_of_model, require_state
+from yafsdp_cc.fsdp2.module import ShardedModule, ranks_of_model, require_state, sharded_parts
 from yafsdp_cc.ranks.checks import all_gather_objects, check_settings
 from yafsdp_cc.ranks.groups import group_once, new_group, timeout_of
 from yafsdp_cc.replicas.sync import sync_of
@@ -72,11 +72,9 @@ def check_is_one_model(call: str, model: nn.Module) -> None:
     Plain tensors on a mesh with fewer ranks than the model's, such as manually divided experts, have one name for
     several values: a checkpoint would store one, and give it to all.
     """
-    if not isinstance(model, ShardedModule):
-        return
-    state = require_state(model)
-    everybody = set(state.context.info.mesh.mesh.flatten().tolist())
-    for param in state.params:
+    states = [require_state(part) for _, part in sharded_parts(model)]
+    for mesh, param in ((state.context.info.mesh, param) for state in states for param in state.params):
+        everybody = set(mesh.mesh.flatten().tolist())
         if missing := sorted(everybody - set(param.spec.global_mesh.mesh.flatten().tolist())):
             raise ValueError(
                 f"{call}: '{param.spec.name}' is sharded across {param.spec.global_mesh}, and ranks {missing} have "

@@ -119,7 +119,8 @@ def collect(
         check_plain(extra, "extra", tensors=(Tensor, nn.Parameter))
         compression.check_names(extra)
         state = {**state_of(model, optimizers), **compressed}
-        content = files.pack_extra({**extra, **compression.local_state(model)})
+        own = compression.local_state(model, tuned=compression.RESIDUALS not in compressed)
+        content = files.pack_extra({**extra, **own})
     _check_names(state, group)
     return state, content
 

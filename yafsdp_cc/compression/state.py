@@ -12,14 +12,17 @@ mean of the ranks' estimates, from which all ranks resume: the sum of estimates 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+import math
+import warnings
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from yafsdp_cc.compression.all_gather import DeltaAllGather
-from yafsdp_cc.compression.error_feedback import other_chunks
+from yafsdp_cc.compression.error_feedback import Residual, other_chunks
 from yafsdp_cc.compression.reduce_scatter import CompressedReduceScatter, CompressedSum
 from yafsdp_cc.ranks.mesh import all_groups
 from yafsdp_cc.tensor.dtensor import flat_dtensor
@@ -27,7 +30,7 @@ from yafsdp_cc.tensor.dtensor import flat_dtensor
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from yafsdp_cc.engine.param import FlatParam
+    from yafsdp_cc.engine.param import FlatParam, FSDPParam
     from yafsdp_cc.engine.state import FSDPState
     from yafsdp_cc.tensor.dtensor import FlatDTensor
 
@@ -159,12 +162,16 @@ def _estimate_units(state: FSDPState, compressed: CompressedSum) -> float:
     return compressed.senders * of_each * compressed.schedule.loss_scale
 
 
-def local_residuals(state: FSDPState) -> dict[str, Any]:
-    """Return this rank's residuals unchanged as plain data, with the values that tell whether they fit on loading."""
+def local_residuals(state: FSDPState, *, tuned: bool = False) -> dict[str, Any]:
+    """Return this rank's residuals unchanged as plain data, with the values that tell whether they fit on loading.
+
+    ``tuned`` is whether to return those of sums with tuned codecs, too, of which only ``means_of_ranks`` has a use.
+    """
     nothing = torch.zeros(0, dtype=torch.float32, device="cpu")
     return {
         flat.name: {
             "fits": _form(state, flat, compressed),
+            **_places(flat, compressed),
             "values": compressed.residual.values.cpu(),
             "scales": compressed.residual.scales.cpu(),
             "owed": nothing if (waiting := compressed.not_in_residual) is None else waiting.cpu(),
@@ -173,7 +180,7 @@ def local_residuals(state: FSDPState) -> dict[str, Any]:
             **({} if (low := compressed.factors) is None else {"lowrank": (low.factors.cpu(), low.sends_right)}),
         }
         for flat, compressed in compressed_sums(state)
-        if compressed.residual is not None and not compressed.is_tuned
+        if compressed.residual is not None and (tuned or not compressed.is_tuned)
     }
 
 
@@ -206,6 +213,77 @@ def load_local_residuals(state: FSDPState, saved: Mapping[str, Any]) -> bool:
         compressed.carried_over = waiting.to(state.context.device) if waiting.numel() else None
         compressed.rescale(compressed.schedule.loss_scale / values["loss_scale"])
     return True
+
+
+@torch.no_grad()
+def means_of_ranks(
+    state: FSDPState, ranks: Iterable[Mapping[str, Any]]
+) -> tuple[dict[str, FlatDTensor], dict[str, FlatDTensor]]:
+    """Return ``mean_residuals`` and ``mean_estimates`` of the ranks that saved, from the ``local_residuals`` of each.
+
+    A warning names parameters of which no rank had the part that this one has by tensor parallelism.
+    """
+    params = {param.spec.name: param for flat, _ in compressed_sums(state) for param in flat.params}
+    sums: dict[str, Tensor] = {}
+    found, others = Counter[str](), set[str]()
+    for saved in (saved for each in ranks for saved in each.values() if "places" in saved):  # newer than version 0.1
+        whole = _unsent_of(saved)
+        for name, (offset, *part) in saved["places"].items():
+            if (param := params.get(name)) is None or part != _part_of(param):
+                others.add(name)
+                continue
+            own = [param.spec.local_of(row[offset : offset + param.extent.numel]) for row in whole]
+            sums[name] = torch.stack(own).add_(sums.get(name, 0))
+            found[name] += 1
+    if lost := sorted((others & params.keys()) - found.keys()):
+        warnings.warn(
+            f"residuals, gradients that were still to be sent, of {', '.join(lost[:3])}"
+            f"{', ...' if len(lost) > 3 else ''} are left out, as tensor parallelism divides them otherwise now",
+            stacklevel=2,
+        )
+    means = [(name, params[name].spec, total / found[name]) for name, total in sums.items()]
+    residuals = {name: flat_dtensor(mean[0], spec) for name, spec, mean in means}
+    return residuals, {name: flat_dtensor(mean[1], spec) for name, spec, mean in means if len(mean) > 1}
+
+
+def _places(flat: FlatParam, compressed: CompressedSum) -> dict[str, Any]:
+    """Return where in the buffer of ``flat`` a residual and the parameters are, and what divides its sums."""
+    others = [rank for rank in range(flat.layout.world) if rank != flat.rank]
+    return {
+        "chunks": list(flat.layout.chunks),
+        "rank": flat.rank,
+        "divisor": flat.divisor.factor,
+        "holds": others if isinstance(compressed, CompressedReduceScatter) else [flat.rank],
+        "places": {param.spec.name: [param.extent.offset, *_part_of(param)] for param in flat.params},
+    }
+
+
+def _part_of(param: FSDPParam) -> list[list[int]]:
+    """Return the shape of the part of ``param`` that tensor parallelism gives this rank, and where it begins."""
+    parallel = param.spec.tensor_parallel
+    return [list(param.spec.shape), [] if parallel is None else list(parallel.offsets)]
+
+
+def _unsent_of(saved: Mapping[str, Any]) -> Tensor:
+    """Return what a rank had not sent, laid out like the gradients of an unscaled loss, [1, n] on the host; with EF21
+    [2, n], and in the second row the estimate of its own chunk.
+
+    The means of the rows over ranks are those of ``mean_residuals`` and of ``mean_estimates``.
+    """
+    chunks, rank, holds, (shard, *replicas) = saved["chunks"], saved["rank"], saved["holds"], saved["fits"][0]
+    whole = torch.zeros(1 + ("estimate" in saved), sum(chunks), dtype=torch.float32, device="cpu")
+    unsent, *estimates = (row.split(chunks) for row in whole)
+    over_replicas = holds == [rank]
+    if saved["owed"].numel():
+        unsent[rank].add_(saved["owed"], alpha=1 / replicas[0] if over_replicas else 1)
+    for estimate in estimates:
+        estimate[rank].add_(saved["estimate"], alpha=1 / replicas[0] if over_replicas else shard / (shard - 1))
+    if not estimates:
+        residual = Residual(saved["values"], saved["scales"], saved["fits"][4]).load().view(-1)
+        for peer, values in zip(holds, residual.split([chunks[peer] for peer in holds]), strict=True):
+            unsent[peer].add_(values)
+    whole[0].mul_(math.prod(saved["fits"][0]) / saved["divisor"])
+    return whole.div_(saved["loss_scale"])
 
 
 def _form(state: FSDPState, flat: FlatParam, compressed: CompressedSum) -> list[Any]:

@@ -566,6 +566,16 @@ def require_state(module: nn.Module) -> FSDPState:
     return current_state(module)
 
 
+def sharded_parts(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield the outermost modules that this package has sharded, ``module`` or modules in it, each behind the
+    ``prefix`` of names in it."""
+    if spec_of(module) is not None or state_of(module) is not None:
+        yield prefix, module
+    else:
+        for name, child in module.named_children():
+            yield from sharded_parts(child, f"{prefix}{name}.")
+
+
 def built_state(module: nn.Module, what: str, *, is_current: bool = False) -> FSDPState:
     """Return the engine of a sharded module, never assembling it, for queries of one rank alone.
 
@@ -774,8 +784,6 @@ def _wait_for(messages: Sequence[dist.P2POp]) -> None:
 
 def check_shows_shards(model: nn.Module, what: str) -> None:
     """Reshard ``model``; raise a ``RuntimeError`` inside ``whole_parameters``, where ``what`` would write to copies."""
-    if not isinstance(model, ShardedModule):
-        return
     for spec in specs_below(model):
         reshard(spec)
     for param in (param for spec in specs_below(model) for param in spec.params):

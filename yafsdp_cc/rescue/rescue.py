@@ -46,7 +46,7 @@ from yafsdp_cc.checkpoint.reader import CheckpointReader
 from yafsdp_cc.checkpoint.save import collect, save, wait_for_saves
 from yafsdp_cc.checkpoint.state import as_sequence, host_copy, unwrapped
 from yafsdp_cc.checkpoint.writer import CheckpointWriter
-from yafsdp_cc.fsdp2.module import ShardedModule, require_state
+from yafsdp_cc.fsdp2.module import require_state, sharded_parts
 from yafsdp_cc.ranks.checks import all_gather_objects
 from yafsdp_cc.replicas.sync import local_of, refuse_sync
 from yafsdp_cc.rescue.memory import MEMORY, folder_of_run, locked_by_rank
@@ -149,7 +149,7 @@ class Rescue:
         self._job: Future[None] | None = None
         """Snapshot under way; None as soon as training waits for it."""
         _all.add(self)
-        self._engine: GroupContext | None = None
+        self._engines: list[GroupContext] = []
 
     def restore(self) -> int:
         """Load the newest snapshot of which every file is in some node's memory, else the checkpoint at ``path``.
@@ -340,8 +340,7 @@ class Rescue:
     def _snapshot(self) -> None:
         self._wait()
         self._next = self._steps + self._every - self._took
-        if isinstance(self._model, ShardedModule):
-            self._engine = require_state(self._model).context
+        self._engines = [require_state(part).context for _, part in sharded_parts(self._model)]
         compressed = compression.sharded_state(self._model, means=False)
         state, content = collect(self._model, self._optimizers, self._extra(), compressed, self._ranks.front)
         values, form = tree_flatten(state)
@@ -416,7 +415,7 @@ class Rescue:
         copy needs them all, the next snapshot gets one step more, until half of ``every`` are reached.
         """
         left = min(self._next, self._whole + self._every) - self._started
-        while self._job is not None and self._engine is not None and self._engine.is_communicating():
+        while self._job is not None and any(each.is_communicating() for each in self._engines):
             if sent * left < self._steps - self._started:
                 return
             time.sleep(_WAIT)

@@ -12,7 +12,7 @@ import resource
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from importlib import import_module
@@ -26,10 +26,8 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from yafsdp_cc.api import counters_of, plan_of
-from yafsdp_cc.engine.spec import spec_of
-from yafsdp_cc.fsdp2.module import require_state
+from yafsdp_cc.fsdp2.module import require_state, sharded_parts
 from yafsdp_cc.ranks.checks import all_gather_objects, refused_together
-from yafsdp_cc.sharding.assembly import state_of
 
 FILE = "metrics.jsonl"
 
@@ -68,7 +66,7 @@ class Metrics:
         wandb: bool = False,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
-        self._sharded = list(_sharded_in(model))
+        self._sharded = [part for _, part in sharded_parts(model)]
         self._ranks = dist.get_world_size() if dist.is_initialized() else 1
         self.path = Path(folder) / FILE
         self.is_first = self._ranks == 1 or dist.get_rank() == 0
@@ -220,15 +218,6 @@ def _number(name: str, value: Tensor | float) -> float:
         return float(value.detach() if isinstance(value, Tensor) else value)  # float() of a tensor with a graph warns
     except (TypeError, ValueError) as error:
         raise ValueError(f"Metrics: {name} is {value!r}: pass a number, or a tensor of one element") from error
-
-
-def _sharded_in(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the outermost modules that ``yafsdp_cc`` has sharded: the model or modules in it."""
-    if spec_of(module) is not None or state_of(module) is not None:
-        yield module
-    else:
-        for child in module.children():
-            yield from _sharded_in(child)
 
 
 def peak_memory() -> int:
