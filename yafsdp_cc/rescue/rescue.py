@@ -239,6 +239,8 @@ class Rescue:
         with trying(""):
             if path is not None and (saved := _step_at(path, self._ranks)) >= 0:
                 found.append((saved, ""))
+        for _, part in sharded_parts(self._model) if found else ():
+            require_state(part).reset()  # drops gradients of micro-batches that are not reduced yet
         for step, name in sorted(found, reverse=True):  # a snapshot comes before a checkpoint of the same step
             extra = None
             with trying(name):
