@@ -91,6 +91,14 @@ def rooted(folder: Path) -> None:
         step_of_two(evaluated, optimizer, step)
         first, again = look(evaluated), look(evaluated)
         assert all(each.equal(first[name]) for name, each in again.items())
+    written, _ = build()
+    step_of_two(written, torch.optim.SGD(written.parameters(), lr=0.1), 0)
+    look(written)
+    for parameter in written.parameters():
+        parameter.to_local().data.mul_(3.0)  # torch does not count this
+    for module in (written, written[0], written[2], written[4]):
+        module.reshard()
+    assert is_exact(written, look(written))
     resumed, optimizer = build()
     yafsdp_cc.load(folder / "step", resumed, optimizer)
     for step in range(3, 6):

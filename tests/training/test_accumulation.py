@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
@@ -191,6 +192,21 @@ def test_what_is_frozen_between_micro_batches_keeps_the_gradients_of_the_earlier
     truth = means(plain, square, first)[name]
     grad = model.get_parameter(name).grad.full_tensor()
     assert (grad - truth).norm() <= (1e-5 if compression is None else 0.05) * truth.norm()
+
+
+@ranks(2)
+def test_a_kept_gradient_has_what_another_rank_wrote_before_the_parameter_was_frozen() -> None:
+    model, plain = twins(Skipping)
+    batches = [numbers(3, 64, seed=rank) for rank in range(2)]
+    model(mine(batches), False).square().mean().backward()
+    model.zero_grad(set_to_none=False)
+    model.set_requires_gradient_sync(False)
+    model(mine(batches), dist.get_rank() == 0).square().mean().backward()
+    model.set_requires_gradient_sync(True)
+    model.second.weight.requires_grad_(False)
+    model(mine(batches), True).square().mean().backward()
+    (plain(batches[1], False).square().mean() / 2).backward()
+    assert torch.allclose(whole(model.second.weight.grad), plain.second.weight.grad, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("is_plain", [False, True])

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import yafsdp_cc
-from tests.models import CASES, WIDTH, Mlp, Transformer, next_token, stack
+from tests.models import CASES, Mlp, Skipping, Transformer, next_token, stack
 from tests.ranks import ranks
-from tests.twins import inputs, means, mine, refusal, reload, seeded, square, trains_on, twins, whole
+from tests.twins import inputs, means, mine, numbers, refusal, reload, seeded, square, trains_on, twins, whole
 
 
 @ranks(2)
@@ -42,23 +42,11 @@ def test_hooks_that_run_when_a_gradient_is_final() -> None:
         reload(plain, model)
 
 
-class Pair(nn.Module):
-    """Two layers, of which the second one may be left out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor, both: bool) -> Tensor:
-        out: Tensor = self.first(x)
-        return out + self.second(x) if both else out
-
-
 @pytest.mark.parametrize("how", ["frozen", "used by no rank", "used by one rank"])
 @ranks(2)
 def test_hooks_run_for_what_a_rank_has_used(how: str) -> None:
     """An optimizer in a hook that keeps ``.grad``, of zeros, would move others by its momentum."""
-    model, plain = twins(Pair)
+    model, plain = twins(Skipping)
     moved: list[nn.Parameter] = []
     for each in (model, plain):
         optimizers = {p: torch.optim.SGD([p], lr=0.1, momentum=0.9) for p in each.parameters()}
@@ -75,14 +63,14 @@ def test_hooks_run_for_what_a_rank_has_used(how: str) -> None:
             for each in (model, plain):
                 each.second.requires_grad_(False)
         moved.clear()
-        batches = inputs(step=number)
-        uses = [number < 2 or how == "frozen" or (how == "used by one rank" and rank == 0) for rank in range(2)]
-        model(mine(batches), mine(uses)).square().mean().backward()
+        batches = [numbers(3, 64, seed=10 * number + rank) for rank in range(2)]
+        skips = [number > 1 and how != "frozen" and (how == "used by no rank" or rank == 1) for rank in range(2)]
+        model(mine(batches), mine(skips)).square().mean().backward()
         known = ["first.weight", "first.bias", "second.weight", "second.bias"]
         known = known if number < 2 or how == "used by one rank" else known[:2]
         assert sorted(name for name, p in model.named_parameters() if any(p is each for each in moved)) == sorted(known)
         assert len(moved) == len(known)
-        sum(plain(x, both).square().mean() / 2 for x, both in zip(batches, uses, strict=True)).backward()
+        sum(plain(x, skip).square().mean() / 2 for x, skip in zip(batches, skips, strict=True)).backward()
         for name, parameter in plain.named_parameters():
             found = whole(dict(model.named_parameters())[name])
             assert torch.allclose(found, parameter, rtol=1e-5, atol=1e-7), name

@@ -295,6 +295,8 @@ class CompressedSum(Collective):
             param for param in self.flat.params if not (param.parameter.requires_grad or param in self._deferred)
         ]
         self._adds_carried, self._added = encodes and self.carried_over is not None, []
+        for param in self.flat.params:
+            param.is_left_out = param in self._frozen and (self._encodes or self._adds_carried)
         self._adds_exact = self.exact_mean is not None and has_grad
         if self._adds_exact:
             self._drop_cleared_means()

@@ -48,6 +48,8 @@ class FSDPParam(StepState):
 
     is_withheld: bool = transient(False)
     """Whether ``grad`` has sums that ``.grad`` may show only once a rank is known to have used the parameter."""
+    is_left_out: bool = transient(False)
+    """Whether the sum under way has no gradient of the parameter, frozen by now, but what encoding has left."""
     written: bool = unreduced(False)
     """Whether a backward has written to ``unsharded_grad`` since the last reduce."""
 
@@ -228,9 +230,7 @@ class ShardedGrad:
         if fresh and (any(each.parameter.grad_dtype not in wanted for each in self.params) or self._is_kept()):
             # somebody still refers to gradients of an earlier step, which must not change
             self._use(self._new_buffer(grad_dtype_of(self.params)))
-        for param, is_used in zip(self.params, used, strict=True):
-            if not (is_used or param.parameter.requires_grad):
-                del before[param]  # a frozen parameter's part of the sum is what encoding has left
+        before = {param: grad for param, grad in before.items() if not param.is_left_out}
         ours = len(before) == len(self.params) and all(grad is param.grad for param, grad in before.items())
         for start, part in parts:
             if fresh or ours:

@@ -40,7 +40,8 @@ def main(argv: list[str]) -> int:
     for found in traces:
         name = f"{found.trace.title}: " if len(traces) > 1 else ""
         verdict += [f"{name}{line}" for line in tables.trace_verdict(found)]
-    print(*verdict, "", sep="\n")
+    if verdict:
+        print(*verdict, "", sep="\n")
     if runs:
         print(table(*tables.run_table(runs)))
     for found in traces:
