@@ -201,11 +201,11 @@ def test_a_kept_gradient_has_what_another_rank_wrote_before_the_parameter_was_fr
     model(mine(batches), False).square().mean().backward()
     model.zero_grad(set_to_none=False)
     model.set_requires_gradient_sync(False)
-    model(mine(batches), dist.get_rank() == 0).square().mean().backward()
+    model(mine(batches), dist.get_rank() == 1).square().mean().backward()  # rank 1 owns the second layer
     model.set_requires_gradient_sync(True)
     model.second.weight.requires_grad_(False)
     model(mine(batches), True).square().mean().backward()
-    (plain(batches[1], False).square().mean() / 2).backward()
+    (plain(batches[0], False).square().mean() / 2).backward()
     assert torch.allclose(whole(model.second.weight.grad), plain.second.weight.grad, rtol=1e-5, atol=1e-7)
 
 
