@@ -211,7 +211,7 @@ def test_another_number_of_ranks_goes_on(tmp_path: Path, before: int, after: int
 
 
 def unsent(folder: Path, way: str) -> dict[str, torch.Tensor]:
-    """Make four steps, or load the snapshot behind them; return what updates to come hold of gradients that were."""
+    """Make four steps, or load the snapshot behind them; return what residuals and momenta hold of their gradients."""
     os.environ[MEMORY] = str(folder)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 133), nn.Linear(133, 71))

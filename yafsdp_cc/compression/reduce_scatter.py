@@ -459,7 +459,7 @@ class CompressedReduceScatter(CompressedSum, ReduceScatter):
     @property
     def defers(self) -> bool:
         phase = self.schedule.phase
-        # in int8 each micro-batch would round the sum of those before it, and what that loses nobody feeds back
+        # int8 would round the sum of gradients at each micro-batch, and no feedback brings back what that loses
         can = self.residual is not None and self.residual.values.dtype != torch.int8
         can = can and self.schedule.recursion == CLASSIC._replace(taken=1 - self.schedule.beta)
         return can and self._encoder is not None and phase.encodes and not phase.keeps_exact

@@ -49,7 +49,7 @@ class FSDPParam(StepState):
     is_withheld: bool = transient(False)
     """Whether ``grad`` has sums that ``.grad`` may show only once a rank is known to have used the parameter."""
     is_left_out: bool = transient(False)
-    """Whether the sum under way has no gradient of the parameter, frozen by now, but what encoding has left."""
+    """Whether the sum under way holds no gradient of the parameter, which is frozen, but residuals or estimates."""
     written: bool = unreduced(False)
     """Whether a backward has written to ``unsharded_grad`` since the last reduce."""
 

@@ -266,7 +266,7 @@ class ParamGroup(StepState):
         for unsharded in (self.unsharded, self.held):
             buffer = None if unsharded is None else unsharded.buffer
             if buffer is not None and buffer.owner is self and buffer.filled_in < self.context.passes:
-                buffer.expired = {*buffer.expired, *flats}  # ``reshard`` may have asked for more
+                buffer.expired = {*buffer.expired, *flats}  # what ``reshard`` has expired stays so
         for flat in flats:
             flat.all_gather.expire()
 
