@@ -346,7 +346,7 @@ reductions.refusals.append(check_outside_of_block)
 
 
 class _Block:
-    """One batch of some models, from its beginning to the vote on it."""
+    """One batch of some models, from its beginning to the ranks' vote on whether to skip it."""
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
         self.states = [_checked_state(model) for model in models]

@@ -49,7 +49,8 @@ ENCODED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of unsharded weights that may be gathered encoded."""
 
 _UNKNOWN, _BEHIND = -2, -1
-"""Values in place of a version: there are no kept weights; kept weights of a checkpoint lack steps of their shard."""
+"""Values in place of the version of kept weights, to which deltas are added: there are none; those of a checkpoint,
+which may lack the last steps of their shard."""
 
 _ON_CPU, _ON_CUDA = 1 << 18, 1 << 25
 """Elements of all ranks that are decoded at once: as many as fit in a processor's cache, or 128 MiB of fp32 on a GPU,
@@ -252,7 +253,7 @@ class DeltaAllGather(ExactAllGather):
                     kept.add_(decoded)
 
     def _in_fp32(self, kept: Tensor) -> Tensor:
-        """Return kept weights in fp32, or unchanged where torch mixes the dtypes without allocating."""
+        """Return kept weights in fp32, or unchanged where torch adds fp32 deltas to them without allocating."""
         if not self._casts:
             return kept
         return self.context.scratch.take(_CAST, kept.numel(), torch.float32).view(kept.shape).copy_(kept)

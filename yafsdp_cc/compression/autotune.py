@@ -62,7 +62,7 @@ _TRIAL = 1 << 20
 """Bytes that a rank sends in one trial exchange, at most: a tenth of a second at 100 Mbit/s."""
 _SMALL = 64
 _MOST = 8
-"""Most small exchanges that are timed in a row: one alone may be a burst that a switch lets through too fast."""
+"""Largest number of small exchanges timed in a row: one alone may be a burst that a switch lets through too fast."""
 
 
 def measure_link(context: CommContext, message_bytes: int) -> LinkCost:

@@ -442,7 +442,7 @@ class PeerChunks(NamedTuple):
 
     ranks: range
     values: Tensor
-    """View [ranks, chunk] of the buffer, a row for each rank's chunk."""
+    """View [ranks, chunk] of the buffer that all ranks' chunks make, a row for each chunk."""
     before: int
     """Number of elements of other ranks' chunks before this run."""
 

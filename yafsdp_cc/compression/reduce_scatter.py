@@ -291,12 +291,13 @@ class CompressedSum(Collective):
         self.is_unused |= self._is_momentum
         self._is_decoded = not self._encodes or self.estimate is None
         has_grad = any(param.parameter.grad is not None for param in self.flat.params)
-        self._frozen = [
-            param for param in self.flat.params if not (param.parameter.requires_grad or param in self._deferred)
-        ]
         self._adds_carried, self._added = encodes and self.carried_over is not None, []
+        self._frozen = []
         for param in self.flat.params:
-            param.is_left_out = param in self._frozen and (self._encodes or self._adds_carried)
+            is_frozen = not (param.parameter.requires_grad or param in self._deferred)
+            if is_frozen:
+                self._frozen.append(param)
+            param.is_left_out = is_frozen and (self._encodes or self._adds_carried)
         self._adds_exact = self.exact_mean is not None and has_grad
         if self._adds_exact:
             self._drop_cleared_means()

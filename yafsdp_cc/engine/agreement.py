@@ -181,7 +181,7 @@ def wait_for_key(store: Store, key: str, world: int) -> str:
     while not store.check([key]):
         waited = time.monotonic() - started
         if waited > timeout:
-            raise RuntimeError(f"no answer within {timeout:g} seconds")
+            raise RuntimeError(f"no rank has answered within {timeout:g} seconds")
         time.sleep(min(max(waited / 10, 1e-5 * world, 1e-4), 1))
     return store.get(key).decode()
 

@@ -244,7 +244,7 @@ class TensorParallel:
         return self.groups_of(Shard)
 
     def groups_of(self, kind: type[Placement]) -> tuple[dist.ProcessGroup, ...]:
-        """Return the process groups of more than one rank along dimensions with placements of one kind."""
+        """Return the groups, each of several ranks, along the mesh dimensions whose placement is a ``kind``."""
         dims = [dim for dim, placement in enumerate(self.placements) if type(placement) is kind]
         return tuple(self.mesh.get_group(dim) for dim in dims if self.mesh.size(dim) > 1)
 

@@ -57,7 +57,7 @@ class _ContextStep(StepState):
     in_forward: bool = transient(False)
     """Whether a forward of the root, or of a group by itself, is under way."""
     last_reduce: CommHandle | None = transient(None)
-    """Handle of the last issued reduce, or storing of gradients for a later one (``_defer``), of this backward."""
+    """Handle of this backward's last reduce, or storing of gradients for one: waiting for it waits for all of them."""
     in_flight: list[Buffer] = transient(list)
     """Gradient buffers that the reduce stream may still read; this list keeps overflow buffers alive."""
     reduced: list[tuple[FlatParam, list[bool]]] = unreduced(list)
@@ -501,7 +501,7 @@ class ParamGroup(StepState):
                 context.warn_of_kept_grads()
         self.grads = grads = self._known_grads[flats, keeps]
         if grads.buffer.owner is not None:
-            # The pool's buffer has the gradients of an enclosing group, or of a group whose gates have not all run.
+            # The buffer still has gradients of an enclosing group, or of one whose backward is not over: make another.
             context.counters.overflow_buffers += 1
             buffer = Buffer(unsharded_grad_bytes(flats), context.device, context.reduce_stream)
             self.grads = grads = UnshardedGrads(buffer, flats)
@@ -578,7 +578,7 @@ class ParamGroup(StepState):
             observer.after_reduce(self.name)
 
     def _defer(self, grads: UnshardedGrads) -> None:
-        """Store the gradients in the reduce-scatters, for the next ``reduce``, if each of them can."""
+        """Store gradients in reduce-scatters for the next ``reduce``; they stay in their buffer where one cannot."""
         if not all(flat.reduce_scatter.defers for flat in grads.flats):
             return
         self.deferred.update(zip(grads.flats, self._take(grads), strict=True))

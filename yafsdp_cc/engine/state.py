@@ -366,7 +366,7 @@ class FSDPState(_ModelStep):
     # A forward of a group ------------------------------------------------------------------------------------------
 
     def pre_forward(self, group: ParamGroup, args: Any, kwargs: Any) -> tuple[Any, Any, GroupForward]:
-        """Begin a forward of a group's module: put weights in place, cast and gate the inputs."""
+        """Begin a forward of a group's module: put weights in place, cast inputs and pass them through its gate."""
         policy = group.spec.policy
         dtype = policy.param_dtype if policy.cast_forward_inputs else None
         if _graph_task() != -1:
@@ -751,9 +751,9 @@ class IterationState:
             is_over = self._pending[step.group] == 0
             if is_over:
                 backward.release_recomputed(step.group)
-            # A GPU runs collectives in this order, and kernels wait for free multiprocessors. A reduce, the longer one,
-            # may begin together with the next computation, and the all-gather behind it when that is over or nearly so.
-            # On a CPU a reduce first waits for the one before, and would hold up the all-gather.
+            # On a GPU the reduce is issued before the all-gather: collectives wait for free multiprocessors, and the
+            # reduce, which takes longer, begins with the next computation, the all-gather when that is nearly over.
+            # On a CPU a reduce first waits for the one before it, and would hold up the all-gather.
             reduces_first = self.state.context.reduce_stream.is_ordered
             if is_over and reduces_first:
                 step.group.post_backward()

@@ -35,7 +35,7 @@ def transient(default: Any) -> Any:
 
 
 def unreduced(default: Any) -> Any:
-    """Declare a member for gradients that wait for a reduce, perhaps of a later backward; false if none waits."""
+    """Declare a member for gradients that wait for a reduce, perhaps a later backward's; false where none waits."""
     return _Member(default)
 
 

@@ -350,9 +350,9 @@ def check_steps(world: int, counts: Sequence[float], made: int, others: str = ""
     total, squares = counts
     if world * squares != total * total:
         raise RuntimeError(
-            f"replicas have made different numbers of steps (this one {made}), and would exchange other things than "
-            "each other. Every replica must call optimizer.step() equally often, a GradScaler that skips a step on one "
-            f"of them included{others}"
+            f"replicas have made different numbers of steps (this one {made}), so what they exchange would not match. "
+            "optimizer.step() must run equally often on each: where a GradScaler skips a step on one replica, it must "
+            f"skip that step on all{others}"
         )
 
 

@@ -139,8 +139,8 @@ class Rescue:
         self._steps = -1
         """Number of finished steps; -1 before ``restore``, and behind ``close``."""
         self._started = self._whole = 0
-        """Numbers of finished steps when the job under way was begun, and in the newest state known to be whole.
-        ``_whole`` changes only where this thread waits for a job, so after the same step on every rank."""
+        """Numbers of finished steps in the snapshot that was begun last, and in the newest one known to be whole.
+        ``_whole`` changes only where training waits for a snapshot, so after the same step on every rank."""
         self._took = every // 2
         """Steps that the last snapshot took, the same on every rank; the next snapshot begins as many steps earlier.
         Half of ``every`` at first, and at most: a snapshot that begins before the last one is due would wait for it."""

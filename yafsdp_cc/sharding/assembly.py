@@ -290,7 +290,7 @@ def _derived_group(info: MeshInfo, size: int) -> dist.ProcessGroup:
 def _make_groups(
     context: GroupContext, specs: Sequence[ParamGroupSpec], own: ParamGroupSpec | None
 ) -> dict[ParamGroupSpec, ParamGroup]:
-    """Make a group for each spec with parameters to unshard, or called by itself; ``own`` is the root's spec."""
+    """Make a group for each spec that has parameters to unshard or a module to call; ``own`` is the root's spec."""
     groups = {
         spec: ParamGroup(context, spec, _role(spec, specs, own))
         for spec in specs

@@ -65,7 +65,7 @@ class Row:
     losses: list[list[float]] = field(default_factory=list)
     """Losses of each turn's steps, means over the ranks."""
     turns: list[list[float]] = field(default_factory=list)
-    """Seconds of the timed steps of each turn."""
+    """Seconds of each timed step, a list for each turn of this setting."""
     exposed: list[float] = field(default_factory=list)
     """Share of each turn's recorded step in which rank 0 communicates and does not compute."""
     sent: int = 0

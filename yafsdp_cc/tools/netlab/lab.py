@@ -214,7 +214,7 @@ def _be_rank(
     except BaseException:
         _flush()
         answer.send((True, f"\n{traceback.format_exc()}"))
-    while True:  # wait until all ranks have answered, and are killed
+    while True:  # wait to be killed, when all ranks have answered
         signal.pause()
 
 
