@@ -31,9 +31,9 @@ from yafsdp_cc.compression.state import compressed_sum_of, kept_weights, mean_re
 from yafsdp_cc.engine import agreement, communicator
 from yafsdp_cc.engine.buffers import Buffer
 from yafsdp_cc.engine.communicator import Communicator
-from yafsdp_cc.engine.hierarchy import Replicas
 from yafsdp_cc.engine.param import UnshardedGrads, unsharded_grad_bytes
 from yafsdp_cc.engine.param_group import GroupContext, ParamGroup
+from yafsdp_cc.engine.replica_sums import ReplicaSums
 from yafsdp_cc.engine.state import FSDPState, IterationState
 from yafsdp_cc.engine.streams import CudaCommHandle, CudaCommStream, PinnedCopy
 from yafsdp_cc.forms import offload
@@ -373,7 +373,7 @@ def break_wait_for_reduces_in(caller: str) -> None:
 
 def break_wait_for_replicas() -> None:
     """Let a backward end before replicas have summed."""
-    Replicas.wait = lambda self: None  # type: ignore[method-assign]
+    ReplicaSums.wait = lambda self: None  # type: ignore[method-assign]
 
 
 def break_handle_wait_in(caller: str) -> None:

@@ -307,7 +307,7 @@ def _viewers(buffer: Tensor) -> int:
 
 @dataclass(eq=False)
 class FlatParam:
-    """Parameters of one dtype in one flat buffer that is sharded into a chunk for each rank."""
+    """Parameters of one dtype in a flat buffer with a chunk for each rank; a subclass may store weights otherwise."""
 
     params: Sequence[FSDPParam]
     """The parameters in the order of the buffer."""
@@ -335,7 +335,7 @@ class FlatParam:
     """``ParamGroup`` of these parameters in the present engine; replicated ones have none."""
     add_sum: Callable[[Iterable[tuple[int, Tensor]], Sequence[bool]], None] = field(init=False)
     """Consumer of sums over the ranks of a shard: ``add_to_grad``, or with replicas ``PartialReduceOutput.add``, which
-    ``Replicas.bind`` puts here."""
+    ``ReplicaSums.bind`` puts here."""
 
     def __post_init__(self) -> None:
         self.add_sum = self.add_to_grad

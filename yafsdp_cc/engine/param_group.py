@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 
     from yafsdp_cc.engine.collectives import CollectiveFingerprint
     from yafsdp_cc.engine.communicator import CommContext
-    from yafsdp_cc.engine.hierarchy import Replicas
     from yafsdp_cc.engine.param import FlatParam
     from yafsdp_cc.engine.protocols import Observer
+    from yafsdp_cc.engine.replica_sums import ReplicaSums
     from yafsdp_cc.engine.spec import Counters, ParamGroupSpec, Role
     from yafsdp_cc.engine.streams import CommStream
     from yafsdp_cc.ranks.mesh import MeshInfo
@@ -85,7 +85,7 @@ class GroupContext(_ContextStep):
     observers: tuple[Observer, ...] = ()
     groups: tuple[ParamGroup, ...] = ()
     """The groups of the root in module order."""
-    replicas: Replicas | None = None
+    replicas: ReplicaSums | None = None
     """The sums over replicas; None without replicas."""
     passes: int = 0
     """Number of forwards, backwards and ``reshard()`` calls so far: after each, the caller may write to shards."""

@@ -23,9 +23,9 @@ from torch.distributed.distributed_c10d import _get_default_store
 from yafsdp_cc.engine.buffers import Buffer, BufferPool
 from yafsdp_cc.engine.collectives import CollectiveFingerprint
 from yafsdp_cc.engine.communicator import CommContext, Communicator, ScratchBuffers
-from yafsdp_cc.engine.hierarchy import Replicas
 from yafsdp_cc.engine.param import UnshardedParams, unsharded_bytes, unsharded_grad_bytes
 from yafsdp_cc.engine.param_group import GroupContext, ParamGroup
+from yafsdp_cc.engine.replica_sums import ReplicaSums
 from yafsdp_cc.engine.replicated import ReplicatedParams
 from yafsdp_cc.engine.spec import EXACT, Counters, specs_below
 from yafsdp_cc.engine.state import GROUP, STATE, FSDPState
@@ -250,7 +250,7 @@ def _make_context(
         replica_scratch = ScratchBuffers(device, replicas if registers else None)
         replica_context = CommContext(replica_comm, replica_scratch, fingerprint.record)
         stream = _stream(streams, "all-reduce", device)
-        context.replicas = Replicas(replica_context, stream, partial(_count_reduced, context.counters))
+        context.replicas = ReplicaSums(replica_context, stream, partial(_count_reduced, context.counters))
     return context, leaf, contexts
 
 

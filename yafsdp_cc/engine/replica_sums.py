@@ -50,7 +50,7 @@ class PartialReduceOutput(StepState):
     used: list[bool] | None = unreduced(None)
     """For each parameter, whether this rank has written a gradient; None while the sum is empty."""
 
-    def __init__(self, replicas: Replicas, flat: FlatParam, all_reduce: AllReduce) -> None:
+    def __init__(self, replicas: ReplicaSums, flat: FlatParam, all_reduce: AllReduce) -> None:
         self.flat = flat
         self.total = torch.zeros(flat.layout.chunks[flat.rank], dtype=flat.sum_dtype, device=flat.device)
         self.handle = replicas.stream.handle()
@@ -94,7 +94,7 @@ class PartialReduceOutput(StepState):
         self.flat.add_to_grad([(0, self.total)], used)
 
 
-class Replicas(StepState):
+class ReplicaSums(StepState):
     """The partial sums of a model's gradients, which are summed over replicas.
 
     Args:
