@@ -111,6 +111,23 @@ def test_refused() -> None:
             hides(batch)
 
 
+class Twice(Mlp):
+    def forward(self, x: Tensor) -> Any:
+        out = super().forward(x)
+        return {"out": out, "hidden": [out]}
+
+
+@ranks(2)
+def test_a_tensor_that_is_returned_twice_is_weighed_once() -> None:
+    model, plain = yafsdp_cc.shard(seeded(Twice)), seeded(Mlp)
+    with yafsdp_cc.uneven(model) as batches:
+        for batch in batches(inputs()[:1] if dist.get_rank() else []):
+            model(batch)["out"].square().mean().backward()
+    square(plain, inputs()[0]).backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(whole(parameter.grad), plain.get_parameter(name).grad)
+
+
 def _decoded(fails: bool) -> Any:
     yield inputs()[0]
     if fails:

@@ -139,13 +139,13 @@ def uneven(model: nn.Module) -> Iterator[UnevenBatches]:
     batches = UnevenBatches(state.context.info.mesh)
 
     def weigh(module: nn.Module, _: Any, output: Any) -> None:
-        weight, seen = batches.weight, []
+        weight, seen = batches.weight, list[Tensor]()
 
         def weighed(grad: Tensor) -> Tensor:
             return grad * weight if weight else torch.zeros_like(grad)
 
         def register(tensor: Tensor) -> Tensor:
-            if tensor.requires_grad:
+            if tensor.requires_grad and all(tensor is not each for each in seen):  # returned twice, weighed once
                 tensor.register_hook(weighed)
             seen.append(tensor)
             return tensor
