@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
@@ -123,6 +124,44 @@ class Twice(nn.Module):
 
 def _ordered(model: nn.Module, x: Tensor, order: tuple[int, ...]) -> Tensor:
     return model(x, order).square().mean()
+
+
+class Leaves(nn.Module):
+    """A residual block, which may leave its weights unused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, is_used: bool) -> Tensor:
+        out: Tensor = x + self.linear(x).tanh() if is_used else x
+        return out
+
+
+class CallsOneTwice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Leaves() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        is_used = dist.get_rank() == 1
+        x = self.enter(x)
+        for number, used in ((2, True), (0, True), (2, is_used)):  # blocks 0 and 2 have one weight buffer
+            x = checkpoint(self.blocks[number], x, used, use_reentrant=False)
+        return x
+
+
+@ranks(2)
+def test_a_rank_may_leave_unused_what_another_computes_again() -> None:
+    """Ranks gather in one order whether or not they have computed anything again."""
+    model, plain = twins(CallsOneTwice, units=[Leaves])
+    square(model, inputs()[0]).backward()
+    square(plain, inputs()[0]).backward()  # on each rank in its own way
+    for name, parameter in model.named_parameters():
+        if (truth := plain.get_parameter(name).grad) is not None:
+            dist.all_reduce(truth)
+            torch.testing.assert_close(whole(parameter.grad), truth / 2)
 
 
 @pytest.mark.parametrize("how", ["each", "spans", "all", "inside"])

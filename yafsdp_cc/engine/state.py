@@ -749,11 +749,9 @@ class IterationState:
             step.end(backward)
             self._pending[step.group] -= 1
             is_over = self._pending[step.group] == 0
-            if is_over:
-                backward.release_recomputed(step.group)
-            # On a GPU the reduce is issued before the all-gather: collectives wait for free multiprocessors, and the
-            # reduce, which takes longer, begins with the next computation, the all-gather when that is nearly over.
-            # On a CPU a reduce first waits for the one before it, and would hold up the all-gather.
+            backward.release_recomputed(step.group, only_last=not is_over)
+            # On a GPU the reduce, which takes longer, is issued before the all-gather, as kernels of both wait for free
+            # multiprocessors. On a CPU a reduce waits for the one before it, and would hold up the all-gather.
             reduces_first = self.state.context.reduce_stream.is_ordered
             if is_over and reduces_first:
                 step.group.post_backward()
@@ -950,10 +948,12 @@ class Backward:
         else:
             group.register_sharded()
 
-    def release_recomputed(self, group: ParamGroup | None = None) -> None:
-        """End the uses of buffers by recomputed forwards, all or those of ``group``: the backward has read them."""
+    def release_recomputed(self, group: ParamGroup | None = None, *, only_last: bool = False) -> None:
+        """End uses of buffers by recomputed forwards that the backward has read: all, or ``group``'s, or its last."""
         for each in tuple(self.recomputed) if group is None else (group,):
-            for unsharded in self.recomputed.pop(each, ()):
+            uses = self.recomputed.pop(each, [])
+            self.recomputed |= {each: uses[:-1]} if only_last and uses[1:] else {}
+            for unsharded in uses[-1:] if only_last else uses:
                 each.release(unsharded)
 
     def count_uses(self, unsharded: UnshardedParams) -> int:
