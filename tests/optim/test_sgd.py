@@ -57,6 +57,19 @@ def test_with_a_codec_that_loses_nothing_steps_are_those_of_torch(world, replica
         on_ranks(world, the_steps_of_torch, form, warmup_steps, replicas)
 
 
+@ranks(2)
+def test_a_rank_may_own_none_of_a_unit_s_matrices() -> None:
+    model, twin = sharded(zero_stage=2, ownership="matrix"), net().double()
+    ours = OneBitSGD(model.parameters(), lr=0.05)
+    theirs = torch.optim.SGD(twin.parameters(), lr=0.05, momentum=0.9)
+    for step in range(3):
+        backward(model, step)
+        backward_of_all(twin, step, 2)
+        ours.step()
+        theirs.step()
+        assert_close(model, twin, 2e-6)
+
+
 @pytest.mark.parametrize("form", FORMS)
 @ranks(2)
 def test_the_warm_up_is_that_of_torch_bit_for_bit(form: str) -> None:

@@ -396,7 +396,8 @@ class CompressedSum(Collective):
     def _add_to_momentum(self, momentum: Tensor, own: Tensor, share: float) -> None:
         """Add gradients [chunk] of this rank to the first moment, leaving out blocks that are not finite."""
         stored = Residual(momentum.unsqueeze(0), momentum.new_empty(1, 0), self.schedule.config.block)
-        error_feedback.accumulate(own.unsqueeze(0), stored, scale=share / self.units)
+        if own.numel():  # a rank may own none of a unit's matrices
+            error_feedback.accumulate(own.unsqueeze(0), stored, scale=share / self.units)
 
     @property
     def units(self) -> float:
