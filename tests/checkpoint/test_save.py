@@ -52,6 +52,34 @@ def test_in_the_background(tmp_path):
     assert sum("yafsdp_cc.save" in thread.name for thread in threading.enumerate()) == 1
 
 
+class Counting(nn.Linear):
+    """Has a ``Counter`` as its extra state, which counts on in place."""
+
+    def __init__(self):
+        super().__init__(4, 4)
+        self.seen = Counter(steps=1, tokens=torch.tensor(8))
+
+    def get_extra_state(self):
+        return self.seen
+
+    def set_extra_state(self, state):
+        self.seen = state
+
+
+@ranks(2)
+def test_a_counter_is_saved_as_it_is_at_the_call(tmp_path):
+    model = yafsdp_cc.shard(Counting())
+    saving, full = yafsdp_cc.save(tmp_path / "step", model, asynchronous=True), yafsdp_cc.full_state_dict(model)
+    model.seen["steps"] += 1
+    model.seen["tokens"] += 8
+    saving.result()
+    yafsdp_cc.load(tmp_path / "step", model)
+    for found in (model.seen, full["_extra_state"] if full else model.seen):
+        assert type(found) is Counter
+        assert found == Counter(steps=1, tokens=8)
+    assert bool(full) is (dist.get_rank() == 0)
+
+
 # Process groups
 
 

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
 from yafsdp_cc.fsdp2.module import WRAPPERS, ShardedModule
 
@@ -37,9 +38,11 @@ _WHOLE = "yafsdp_cc.whole"
 
 
 def host_copy(value: Any) -> Any:
-    """Return a copy in host memory of a tensor or a ``BytesIO``, which training may change; anything else unchanged."""
+    """Return a copy in host memory of a leaf of the state that training may change; any other leaf unchanged."""
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
+    if isinstance(value, Counter):  # a leaf to torch, which takes dicts and lists apart
+        return Counter(tree_map(host_copy, dict(value)))
     return copy.copy(value) if isinstance(value, io.BytesIO) else value
 
 
