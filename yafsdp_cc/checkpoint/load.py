@@ -120,6 +120,7 @@ def load_from(
         saved = model_part(reader.contents, folder).items()
         shapes = {name: list(each.size) if isinstance(each, TensorStorageMetadata) else None for name, each in saved}
         check_shapes(shapes, own, folder)
+        dtypes = {name: each.properties.dtype for name, each in saved if isinstance(each, TensorStorageMetadata)}
         tied = aliases(own)
         state: dict[str, Any] = {MODEL: {name: each.detach() for name, each in own.items() if isinstance(each, Tensor)}}
         state[MODEL] |= empty_extra_states(reader.contents)
@@ -148,7 +149,7 @@ def load_from(
         read_into(state, reader, ranks.back)
     if optimizers:
         with together(group):
-            restore_optimizers(model, optimizers, state[OPTIMIZER])
+            restore_optimizers(model, optimizers, state[OPTIMIZER], dtypes)
     try:
         read_into(weights, reader, ranks.back)  # weights alone are read in place: an error leaves some old ones
     except Exception as error:

@@ -11,6 +11,7 @@ import copy
 import io
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -20,7 +21,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map, tree_structure
 
 from yafsdp_cc.fsdp2.module import WRAPPERS, ShardedModule
 
@@ -183,8 +184,14 @@ def empty_optimizer_state(model: nn.Module, contents: Metadata) -> dict[str, Any
     return {"state": {}, **_empty(contents, paths_in(contents, OPTIMIZER), parameters)}
 
 
-def restore_optimizers(model: nn.Module, optimizers: Sequence[Optimizer], saved: dict[str, Any]) -> None:
-    """Give each optimizer its parameters' part of ``saved``, the state that was read into ``empty_optimizer_state``."""
+def restore_optimizers(
+    model: nn.Module, optimizers: Sequence[Optimizer], saved: dict[str, Any], dtypes: Mapping[str, torch.dtype]
+) -> None:
+    """Give each optimizer its parameters' part of ``saved``, the state that was read into ``empty_optimizer_state``.
+
+    torch's ``load_state_dict`` casts state to its parameter's dtype. State that had another dtype than its parameter,
+    whose dtype in the checkpoint ``dtypes`` has by name, keeps its own.
+    """
     groups = {tuple(sorted(group["params"])): group for group in saved["param_groups"]}
     for optimizer, names in zip(optimizers, names_in_order(model, optimizers), strict=True):
         numbers = {name: number for number, name in enumerate(names)}
@@ -195,6 +202,19 @@ def restore_optimizers(model: nn.Module, optimizers: Sequence[Optimizer], saved:
         ]
         state = {numbers[name]: values for name, values in saved["state"].items() if name in numbers}
         optimizer.load_state_dict({"state": state, "param_groups": param_groups})
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for number, values in state.items():
+            held = optimizer.state[parameters[number]]
+            for key in values.keys() & held.keys() - {"step"}:
+                if tree_structure(held[key]) == tree_structure(values[key]):
+                    held[key] = tree_map(partial(_uncast, dtypes.get(names[number])), held[key], values[key])
+
+
+def _uncast(dtype: torch.dtype | None, held: Any, saved: Any) -> Any:
+    """Return ``held``, which torch has made of ``saved``, in the dtype of ``saved`` unless that is ``dtype``."""
+    if not (isinstance(held, Tensor) and isinstance(saved, Tensor)) or saved.dtype in (dtype, held.dtype):
+        return held
+    return torch.empty_like(held, dtype=saved.dtype).copy_(saved)
 
 
 def names_in_order(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[list[str]]:
