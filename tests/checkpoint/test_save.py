@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from torch.distributed.tensor import DTensor
 
 import yafsdp_cc
 from tests.checkpoint.jobs import contents, grouped, job, same, train
@@ -489,6 +490,40 @@ def test_what_cannot_be_saved_is_named(tmp_path):
     other = torch.optim.SGD(nn.Linear(2, 2).parameters())
     with pytest.raises(ValueError, match=r"parameter 0 of the optimizer's group 0, \[2, 2\], is none of the model's"):
         yafsdp_cc.save(folder, model, other)
+
+
+class Local(torch.optim.Optimizer):
+    """Steps local tensors; its momentum is made by ``make`` from the parameter."""
+
+    def __init__(self, params, make):
+        super().__init__(params, {"lr": 0.01})
+        self.make = make
+
+    @torch.no_grad()
+    def step(self):
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            state["m"] = state["m"] if state else self.make(parameter)
+            own = state["m"].to_local() if isinstance(state["m"], DTensor) else state["m"]
+            parameter.to_local().sub_(own.mul_(0.9).add_(parameter.grad.to_local()), alpha=0.01)
+
+
+@ranks(2)
+def test_a_plain_tensor_of_one_rank_s_part_is_refused(tmp_path):
+    for form in ("ours", "fsdp2"):
+        model, _ = job(form)
+        optimizer = Local(model.parameters(), lambda parameter: torch.zeros_like(parameter.to_local()))
+        train(model, optimizer, 0)
+        with pytest.raises(ValueError, match=r"has 'm' of 'embed.weight' \[96, 32\] as a plain tensor of"):
+            yafsdp_cc.save(tmp_path / form, model, optimizer)
+        model, _ = job(form)
+        optimizer = Local(model.parameters(), torch.zeros_like)
+        train(model, optimizer, 0)
+        yafsdp_cc.save(tmp_path / form, model, optimizer)
+        truth = contents(model, optimizer)
+        train(model, optimizer, 1)
+        yafsdp_cc.load(tmp_path / form, model, optimizer)
+        same(contents(model, optimizer), truth)
 
 
 # What does not fit
