@@ -64,6 +64,34 @@ def test_with_replicas(writers, readers, tmp_path):
     on_ranks(readers[0], loaded, HYBRID, tmp_path, readers[1], HYBRID)
 
 
+def as_once_saved(state):
+    """The state with its optimizer under DDP's names, and its model under its own."""
+    inner, groups = state["optimizer"]["state"], state["optimizer"]["param_groups"]
+    inner = {f"module.{name}": value for name, value in inner.items()}
+    groups = [{**group, "params": [f"module.{name}" for name in group["params"]]} for group in groups]
+    return {"model": state["model"], "optimizer": {"state": inner, "param_groups": groups}}
+
+
+@ranks(2)
+def test_an_optimizer_of_ddp_has_the_names_of_the_model_inside(tmp_path):
+    for kind, options in ((torch.optim.AdamW, {}), (torch.optim.SGD, {"lr": 0.1})):  # SGD has settings, and no state
+        torch.manual_seed(0)
+        model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 8)))
+        optimizer = kind(model.parameters(), **options)
+        steps_of(model, optimizer, range(2))
+        truth = contents(model.module, optimizer)
+        yafsdp_cc.save(tmp_path / "ddp", model, optimizer)
+        yafsdp_cc.save(tmp_path / "plain", model.module, optimizer)
+        dcp.save(as_once_saved(state_of(model, optimizer)), checkpoint_id=tmp_path / f"{kind.__name__} once")
+        for path, form in (("ddp", "plain"), ("ddp", "ours"), ("plain", "ddp"), (f"{kind.__name__} once", "ddp")):
+            model = outer = nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 8))
+            if form != "plain":
+                outer = {"ours": yafsdp_cc.shard, "ddp": nn.parallel.DistributedDataParallel}[form](model)
+            optimizer = kind(model.parameters(), **options)
+            yafsdp_cc.load(tmp_path / path, outer, optimizer)
+            same(contents(model, optimizer), truth)
+
+
 class Wide(torch.optim.Optimizer):
     """Has moments in fp32, one of them in a list, and a mask, whatever the parameters' dtype."""
 
@@ -82,7 +110,7 @@ class Wide(torch.optim.Optimizer):
 
 def stepped(form, kind, dtype, steps):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8)).to(dtype)
+    model = nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 8)).to(dtype)
     if form != "plain":
         {"ours": yafsdp_cc.shard, "fsdp2": fully_shard}[form](model)
     optimizer = kind(model.parameters(), lr=0.01) if kind is not Wide else Wide(model.parameters())

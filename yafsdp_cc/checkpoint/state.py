@@ -92,8 +92,10 @@ def state_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the module inside of wrappers of ``torch.compile`` or checkpointing that were applied after sharding."""
-    while not isinstance(model, ShardedModule) and (inner := [m for n, m in model.named_children() if n in WRAPPERS]):
+    """Return the module inside of DDP, and of wrappers of ``torch.compile`` or checkpointing applied after sharding."""
+    while not isinstance(model, ShardedModule) and (
+        inner := [m for n, m in model.named_children() if n in WRAPPERS or isinstance(model, DistributedDataParallel)]
+    ):
         [model] = inner
     return model
 
@@ -110,7 +112,7 @@ def model_state(model: nn.Module) -> dict[str, Any]:
     torch's ``get_model_state_dict`` looks for a module's attribute behind each name, and fails for names that hooks
     have made. The values are the parameters and buffers themselves, unless a hook has replaced them.
     """
-    return {plain_name(name): value for name, value in _without_ddp(model).state_dict(keep_vars=True).items()}
+    return {plain_name(name): value for name, value in model.state_dict(keep_vars=True).items()}
 
 
 def load_model_state(model: nn.Module, values: Mapping[str, Any]) -> None:
@@ -118,7 +120,6 @@ def load_model_state(model: nn.Module, values: Mapping[str, Any]) -> None:
 
     A module whose extra state is not among the ``values`` is not changed.
     """
-    model = _without_ddp(model)
     state = model.state_dict(keep_vars=True)  # its ``_metadata`` has the versions of modules, for loading
     gone = [name for name in state if plain_name(name) not in values]
     for name in gone:
@@ -126,10 +127,6 @@ def load_model_state(model: nn.Module, values: Mapping[str, Any]) -> None:
     for name in state:
         state[name] = values[plain_name(name)]
     model.load_state_dict(state, strict=not any(map(is_extra_state, gone)))
-
-
-def _without_ddp(model: nn.Module) -> nn.Module:
-    return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def is_extra_state(name: str) -> bool:
