@@ -276,6 +276,19 @@ def test_several_optimizers(tmp_path):
         yafsdp_cc.save(tmp_path / "both", model, [plain, half])
 
 
+@ranks(1)
+def test_groups_without_parameters_have_settings_of_their_own(tmp_path):
+    def made(*rates):
+        model = nn.Linear(4, 4)
+        groups = [{"params": list(model.parameters())}, *({"params": [], "lr": rate} for rate in rates)]
+        return model, torch.optim.AdamW(groups, lr=0.1)
+
+    yafsdp_cc.save(tmp_path / "step", *made(0.5, 0.25))
+    model, optimizer = made(1.0, 2.0, 3.0)
+    yafsdp_cc.load(tmp_path / "step", model, optimizer)
+    assert [each["lr"] for each in optimizer.param_groups] == [0.1, 0.5, 0.25, 3.0]  # the last one is new
+
+
 @ranks(2)
 def test_ranks_that_save_different_things(tmp_path):
     model, optimizer = job("ours", steps=1)

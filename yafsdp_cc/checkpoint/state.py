@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import io
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -189,14 +189,15 @@ def restore_optimizers(
     torch's ``load_state_dict`` casts state to its parameter's dtype. State that had another dtype than its parameter,
     whose dtype in the checkpoint ``dtypes`` has by name, keeps its own.
     """
-    groups = {tuple(sorted(group["params"])): group for group in saved["param_groups"]}
+    groups = defaultdict[tuple[str, ...], list[dict[str, Any]]](list)  # several may have no parameters
+    for group in saved["param_groups"]:
+        groups[tuple(sorted(group["params"]))].append(group)
     for optimizer, names in zip(optimizers, names_in_order(model, optimizers), strict=True):
         numbers = {name: number for number, name in enumerate(names)}
-        packed = optimizer.state_dict()["param_groups"]
-        param_groups = [
-            {**group, **groups[tuple(sorted(names[number] for number in group["params"]))], "params": group["params"]}
-            for group in packed
-        ]
+        param_groups = []
+        for group in optimizer.state_dict()["param_groups"]:
+            alike = groups[tuple(sorted(names[number] for number in group["params"]))]
+            param_groups.append({**group, **(alike.pop(0) if alike else {}), "params": group["params"]})
         state = {numbers[name]: values for name, values in saved["state"].items() if name in numbers}
         optimizer.load_state_dict({"state": state, "param_groups": param_groups})
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
