@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from torch.distributed.tensor import DTensor
 
 import yafsdp_cc
 from tests.checkpoint.jobs import contents, grouped, job, same, train
@@ -50,6 +51,34 @@ def test_in_the_background(tmp_path):
         assert extra["list"][0].tolist() == [step] * 3
         same(contents(model, optimizer), before)
     assert sum("yafsdp_cc.save" in thread.name for thread in threading.enumerate()) == 1
+
+
+class Counting(nn.Linear):
+    """Has a ``Counter`` as its extra state, which counts on in place."""
+
+    def __init__(self):
+        super().__init__(4, 4)
+        self.seen = Counter(steps=1, tokens=torch.tensor(8))
+
+    def get_extra_state(self):
+        return self.seen
+
+    def set_extra_state(self, state):
+        self.seen = state
+
+
+@ranks(2)
+def test_a_counter_is_saved_as_it_is_at_the_call(tmp_path):
+    model = yafsdp_cc.shard(Counting())
+    saving, full = yafsdp_cc.save(tmp_path / "step", model, asynchronous=True), yafsdp_cc.full_state_dict(model)
+    model.seen["steps"] += 1
+    model.seen["tokens"] += 8
+    saving.result()
+    yafsdp_cc.load(tmp_path / "step", model)
+    for found in (model.seen, full["_extra_state"] if full else model.seen):
+        assert type(found) is Counter
+        assert found == Counter(steps=1, tokens=8)
+    assert bool(full) is (dist.get_rank() == 0)
 
 
 # Process groups
@@ -245,6 +274,19 @@ def test_several_optimizers(tmp_path):
         same(of_both(model, optimizers), before)
     with pytest.raises(ValueError, match=r"optimizers 0 and 1 both have 'blocks.0.norm1.weight'"):
         yafsdp_cc.save(tmp_path / "both", model, [plain, half])
+
+
+@ranks(1)
+def test_groups_without_parameters_have_settings_of_their_own(tmp_path):
+    def made(*rates):
+        model = nn.Linear(4, 4)
+        groups = [{"params": list(model.parameters())}, *({"params": [], "lr": rate} for rate in rates)]
+        return model, torch.optim.AdamW(groups, lr=0.1)
+
+    yafsdp_cc.save(tmp_path / "step", *made(0.5, 0.25))
+    model, optimizer = made(1.0, 2.0, 3.0)
+    yafsdp_cc.load(tmp_path / "step", model, optimizer)
+    assert [each["lr"] for each in optimizer.param_groups] == [0.1, 0.5, 0.25, 3.0]  # the last one is new
 
 
 @ranks(2)
@@ -461,6 +503,40 @@ def test_what_cannot_be_saved_is_named(tmp_path):
     other = torch.optim.SGD(nn.Linear(2, 2).parameters())
     with pytest.raises(ValueError, match=r"parameter 0 of the optimizer's group 0, \[2, 2\], is none of the model's"):
         yafsdp_cc.save(folder, model, other)
+
+
+class Local(torch.optim.Optimizer):
+    """Steps local tensors; its momentum is made by ``make`` from the parameter."""
+
+    def __init__(self, params, make):
+        super().__init__(params, {"lr": 0.01})
+        self.make = make
+
+    @torch.no_grad()
+    def step(self):
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            state["m"] = state["m"] if state else self.make(parameter)
+            own = state["m"].to_local() if isinstance(state["m"], DTensor) else state["m"]
+            parameter.to_local().sub_(own.mul_(0.9).add_(parameter.grad.to_local()), alpha=0.01)
+
+
+@ranks(2)
+def test_a_plain_tensor_of_one_rank_s_part_is_refused(tmp_path):
+    for form in ("ours", "fsdp2"):
+        model, _ = job(form)
+        optimizer = Local(model.parameters(), lambda parameter: torch.zeros_like(parameter.to_local()))
+        train(model, optimizer, 0)
+        with pytest.raises(ValueError, match=r"has 'm' of 'embed.weight' \[96, 32\] as a plain tensor of"):
+            yafsdp_cc.save(tmp_path / form, model, optimizer)
+        model, _ = job(form)
+        optimizer = Local(model.parameters(), torch.zeros_like)
+        train(model, optimizer, 0)
+        yafsdp_cc.save(tmp_path / form, model, optimizer)
+        truth = contents(model, optimizer)
+        train(model, optimizer, 1)
+        yafsdp_cc.load(tmp_path / form, model, optimizer)
+        same(contents(model, optimizer), truth)
 
 
 # What does not fit

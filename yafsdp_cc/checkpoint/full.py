@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_map, tree_map_only
 
 from yafsdp_cc.checkpoint import files
 from yafsdp_cc.checkpoint.files import Replacement
@@ -34,6 +34,7 @@ from yafsdp_cc.checkpoint.reader import CheckpointReader
 from yafsdp_cc.checkpoint.state import (
     MODEL,
     empty_extra_states,
+    host_copy,
     is_extra_state,
     load_model_state,
     model_state,
@@ -265,7 +266,7 @@ def _whole(value: Tensor) -> Tensor:
 def _others(own: Mapping[str, Any]) -> dict[str, Any]:
     """Return extra states, with their tensors whole and in host memory. A collective."""
     others = {name: value for name, value in own.items() if is_extra_state(name) or not isinstance(value, Tensor)}
-    return dict(tree_map_only(Tensor, lambda tensor: _whole(tensor).to("cpu", copy=True), others))
+    return dict(tree_map(host_copy, tree_map_only(Tensor, _whole, others)))
 
 
 def _packed(others: Mapping[str, Any]) -> dict[str, Tensor]:

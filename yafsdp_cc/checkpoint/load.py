@@ -7,7 +7,7 @@ time only to verify checksums, so that no second copy of the model is held.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -120,12 +120,15 @@ def load_from(
         saved = model_part(reader.contents, folder).items()
         shapes = {name: list(each.size) if isinstance(each, TensorStorageMetadata) else None for name, each in saved}
         check_shapes(shapes, own, folder)
+        dtypes = {name: each.properties.dtype for name, each in saved if isinstance(each, TensorStorageMetadata)}
         tied = aliases(own)
         state: dict[str, Any] = {MODEL: {name: each.detach() for name, each in own.items() if isinstance(each, Tensor)}}
         state[MODEL] |= empty_extra_states(reader.contents)
         if optimizers:
-            _check_optimizer(reader.contents, model, folder)
-            state[OPTIMIZER] = empty_optimizer_state(model, reader.contents)
+            paths = paths_in(reader.contents, OPTIMIZER).values()
+            named = _named_as_saved(model, own, [path[1] for path in paths if path[0] == "state" and path[1:]])
+            _check_optimizer(reader.contents, named, folder)
+            state[OPTIMIZER] = empty_optimizer_state(named, reader.contents)
         extra = files.read_extra(folder, *place_in(group), reader.extra_sums)
     state |= compression.empty_state(model, reader.contents, bool(optimizers))
     state |= replicas.empty_state(model, reader.contents)
@@ -142,13 +145,15 @@ def load_from(
         del values
     if optimizers:
         with together(group):
-            _check_groups(state[OPTIMIZER]["param_groups"], model, optimizers, folder)
+            groups = state[OPTIMIZER]["param_groups"]
+            named = _named_as_saved(model, own, [name for group in groups for name in group["params"]])
+            _check_groups(groups, named, optimizers, folder)
     weights = {MODEL: state.pop(MODEL)}
     if state:
         read_into(state, reader, ranks.back)
     if optimizers:
         with together(group):
-            restore_optimizers(model, optimizers, state[OPTIMIZER])
+            restore_optimizers(named, optimizers, state[OPTIMIZER], dtypes)
     try:
         read_into(weights, reader, ranks.back)  # weights alone are read in place: an error leaves some old ones
     except Exception as error:
@@ -160,6 +165,15 @@ def load_from(
     compression.load_state(model, state, extra, files.extra_readers(folder, reader.extra_sums), group)
     replicas.load_state(model, state)
     return extra
+
+
+def _named_as_saved(model: nn.Module, own: Mapping[str, Any], stored: Collection[Any]) -> nn.Module:
+    """Return ``model``, inside of a module that adds ``module.`` to its names if only so they are the ``stored`` ones.
+
+    Earlier versions have saved an optimizer, but not its model, under the names of the DDP around the model.
+    """
+    is_of_ddp = stored and all(str(name).startswith("module.") and name not in own for name in stored)
+    return nn.ModuleDict({"module": model}) if is_of_ddp else model
 
 
 def read_into(state: dict[str, Any], reader: CheckpointReader, group: Group, dry: bool = False) -> None:

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.utils._pytree import tree_map
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves, tree_map
 
 from yafsdp_cc.checkpoint import compression, files, replicas
 from yafsdp_cc.checkpoint.files import Replacement
@@ -30,10 +31,10 @@ from yafsdp_cc.checkpoint.ranks import (
     place_in,
     together,
 )
-from yafsdp_cc.checkpoint.state import as_sequence, check_plain, host_copy, state_of, unwrapped
+from yafsdp_cc.checkpoint.state import MODEL, OPTIMIZER, as_sequence, check_plain, host_copy, state_of, unwrapped
 from yafsdp_cc.checkpoint.writer import CheckpointWriter, FirstRankPlanner
 from yafsdp_cc.ranks.checks import all_gather_objects
-from yafsdp_cc.replicas.sync import synchronize_replicas
+from yafsdp_cc.replicas.sync import local_of, synchronize_replicas
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -87,7 +88,7 @@ def save(
     Raises:
         TypeError: something cannot be loaded again without running code from the file; the message names it.
         ValueError: ranks were given different paths or have state of different names, there is something else than a
-            checkpoint at ``path``, or the optimizer is of another model.
+            checkpoint at ``path``, or the optimizer is of another model, or keeps a rank's part as a plain tensor.
         RuntimeError: a rank could not write, because the disk is full, for example, or did not come before the timeout
             of the process group; all ranks raise, and what was at ``path`` before is untouched.
     """
@@ -130,7 +131,7 @@ def collect(
         state = {**state_of(model, optimizers), **compressed}
         own = compression.local_state(model, tuned=compression.RESIDUALS not in compressed)
         content = files.pack_extra({**extra, **own})
-    _check_names(state, group)
+    _check_alike(state, group)
     return state, content
 
 
@@ -159,10 +160,11 @@ def _write(path: Path, state: dict[str, Any], content: bytes, group: Group) -> N
                 replacement.commit()
 
 
-def _check_names(state: dict[str, Any], group: Group) -> None:
-    """Refuse state that only some ranks have: such a checkpoint would be incomplete, and could not be loaded."""
-    names = sorted(flatten_state_dict(state)[0])
-    if len(set(all_gather_objects(zlib.crc32("\n".join(names).encode()), group))) > 1:
+def _check_alike(state: dict[str, Any], group: Group) -> None:
+    """Refuse state that only some ranks have, or that is another on each of them: nobody could load it."""
+    names, parts = sorted(flatten_state_dict(state)[0]), _plain_parts(state)
+    sums, parts_by_rank = zip(*all_gather_objects((zlib.crc32("\n".join(names).encode()), parts), group), strict=True)
+    if len(set(sums)) > 1:
         everywhere = all_gather_objects(names, group)
         counts = Counter(name for each in everywhere for name in each)
         some = sorted(name for name, count in counts.items() if count < len(everywhere))
@@ -171,6 +173,25 @@ def _check_names(state: dict[str, Any], group: Group) -> None:
             f"ranks {has} alone have '{some[0]}'{f' and {len(some) - 1} more' if some[1:] else ''} to save; every rank "
             "must have made the same steps with the same model"
         )
+    for name in parts if len(sums) > 1 else ():
+        if all(name in each for each in parts_by_rank) and any(each[name] for each in parts_by_rank):
+            raise ValueError(
+                f"the optimizer has {name} as a plain tensor of the shape of each rank's part, of which a checkpoint "
+                "would keep one: make it by torch.zeros_like(parameter), and compute on its .to_local()"
+            )
+
+
+def _plain_parts(state: dict[str, Any]) -> dict[str, bool]:
+    """Return which plain tensors of sharded parameters' optimizer state have the shape of this rank's part, and whether
+    that is another one than the whole parameter's."""
+    return {
+        f"'{kind}' of '{name}' {list(weight.shape)}": each.shape != weight.shape
+        for name, values in state.get(OPTIMIZER, {}).get("state", {}).items()
+        if isinstance(weight := state[MODEL].get(name), DTensor)
+        for kind, value in values.items()
+        for each in tree_leaves(value)
+        if type(each) is Tensor and each.dim() and each.shape == local_of(weight).shape
+    }
 
 
 def _log_failure(future: Future[None]) -> None:

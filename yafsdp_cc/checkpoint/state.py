@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import copy
 import io
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -20,6 +21,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map, tree_structure
 
 from yafsdp_cc.fsdp2.module import WRAPPERS, ShardedModule
 
@@ -37,9 +39,11 @@ _WHOLE = "yafsdp_cc.whole"
 
 
 def host_copy(value: Any) -> Any:
-    """Return a copy in host memory of a tensor or a ``BytesIO``, which training may change; anything else unchanged."""
+    """Return a copy in host memory of a leaf of the state that training may change; any other leaf unchanged."""
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
+    if isinstance(value, Counter):  # a leaf to torch, which takes dicts and lists apart
+        return Counter(tree_map(host_copy, dict(value)))
     return copy.copy(value) if isinstance(value, io.BytesIO) else value
 
 
@@ -88,8 +92,10 @@ def state_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the module inside of wrappers of ``torch.compile`` or checkpointing that were applied after sharding."""
-    while not isinstance(model, ShardedModule) and (inner := [m for n, m in model.named_children() if n in WRAPPERS]):
+    """Return the module inside of DDP, and of wrappers of ``torch.compile`` or checkpointing applied after sharding."""
+    while not isinstance(model, ShardedModule) and (
+        inner := [m for n, m in model.named_children() if n in WRAPPERS or isinstance(model, DistributedDataParallel)]
+    ):
         [model] = inner
     return model
 
@@ -106,7 +112,7 @@ def model_state(model: nn.Module) -> dict[str, Any]:
     torch's ``get_model_state_dict`` looks for a module's attribute behind each name, and fails for names that hooks
     have made. The values are the parameters and buffers themselves, unless a hook has replaced them.
     """
-    return {plain_name(name): value for name, value in _without_ddp(model).state_dict(keep_vars=True).items()}
+    return {plain_name(name): value for name, value in model.state_dict(keep_vars=True).items()}
 
 
 def load_model_state(model: nn.Module, values: Mapping[str, Any]) -> None:
@@ -114,7 +120,6 @@ def load_model_state(model: nn.Module, values: Mapping[str, Any]) -> None:
 
     A module whose extra state is not among the ``values`` is not changed.
     """
-    model = _without_ddp(model)
     state = model.state_dict(keep_vars=True)  # its ``_metadata`` has the versions of modules, for loading
     gone = [name for name in state if plain_name(name) not in values]
     for name in gone:
@@ -122,10 +127,6 @@ def load_model_state(model: nn.Module, values: Mapping[str, Any]) -> None:
     for name in state:
         state[name] = values[plain_name(name)]
     model.load_state_dict(state, strict=not any(map(is_extra_state, gone)))
-
-
-def _without_ddp(model: nn.Module) -> nn.Module:
-    return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def is_extra_state(name: str) -> bool:
@@ -180,18 +181,38 @@ def empty_optimizer_state(model: nn.Module, contents: Metadata) -> dict[str, Any
     return {"state": {}, **_empty(contents, paths_in(contents, OPTIMIZER), parameters)}
 
 
-def restore_optimizers(model: nn.Module, optimizers: Sequence[Optimizer], saved: dict[str, Any]) -> None:
-    """Give each optimizer its parameters' part of ``saved``, the state that was read into ``empty_optimizer_state``."""
-    groups = {tuple(sorted(group["params"])): group for group in saved["param_groups"]}
+def restore_optimizers(
+    model: nn.Module, optimizers: Sequence[Optimizer], saved: dict[str, Any], dtypes: Mapping[str, torch.dtype]
+) -> None:
+    """Give each optimizer its parameters' part of ``saved``, the state that was read into ``empty_optimizer_state``.
+
+    torch's ``load_state_dict`` casts state to its parameter's dtype. State that had another dtype than its parameter,
+    whose dtype in the checkpoint ``dtypes`` has by name, keeps its own.
+    """
+    groups = defaultdict[tuple[str, ...], list[dict[str, Any]]](list)  # several may have no parameters
+    for group in saved["param_groups"]:
+        groups[tuple(sorted(group["params"]))].append(group)
     for optimizer, names in zip(optimizers, names_in_order(model, optimizers), strict=True):
         numbers = {name: number for number, name in enumerate(names)}
-        packed = optimizer.state_dict()["param_groups"]
-        param_groups = [
-            {**group, **groups[tuple(sorted(names[number] for number in group["params"]))], "params": group["params"]}
-            for group in packed
-        ]
+        param_groups = []
+        for group in optimizer.state_dict()["param_groups"]:
+            alike = groups[tuple(sorted(names[number] for number in group["params"]))]
+            param_groups.append({**group, **(alike.pop(0) if alike else {}), "params": group["params"]})
         state = {numbers[name]: values for name, values in saved["state"].items() if name in numbers}
         optimizer.load_state_dict({"state": state, "param_groups": param_groups})
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for number, values in state.items():
+            held = optimizer.state[parameters[number]]
+            for key in values.keys() & held.keys() - {"step"}:
+                if tree_structure(held[key]) == tree_structure(values[key]):
+                    held[key] = tree_map(partial(_uncast, dtypes.get(names[number])), held[key], values[key])
+
+
+def _uncast(dtype: torch.dtype | None, held: Any, saved: Any) -> Any:
+    """Return ``held``, which torch has made of ``saved``, in the dtype of ``saved`` unless that is ``dtype``."""
+    if not (isinstance(held, Tensor) and isinstance(saved, Tensor)) or saved.dtype in (dtype, held.dtype):
+        return held
+    return torch.empty_like(held, dtype=saved.dtype).copy_(saved)
 
 
 def names_in_order(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[list[str]]:
