@@ -581,6 +581,31 @@ def test_a_running_program_goes_back_again_and_again(tmp_path: Path) -> None:
     on_ranks(2, body)
 
 
+def test_an_evaluation_in_inference_mode_may_count_a_step_and_go_back(tmp_path: Path) -> None:
+    def body() -> None:
+        os.environ[MEMORY] = str(tmp_path)
+        model = yafsdp_cc.shard(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), compression="int8")
+        optimizer = torch.optim.AdamW(model.parameters())
+        rescue = yafsdp_cc.Rescue(model, optimizer, every=1)
+
+        def train() -> torch.Tensor:
+            model(torch.ones(1, 64)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return model[0].weight.full_tensor().detach().clone()
+
+        rescue.restore()
+        train()
+        with torch.inference_mode():
+            rescue.step()
+        following = train()
+        with torch.inference_mode():
+            assert rescue.restore() == 1
+        assert train().equal(following)
+
+    on_ranks(2, body)
+
+
 def test_a_path_is_that_of_the_working_directory_in_which_it_was_named(tmp_path: Path) -> None:
     def body() -> None:
         os.environ[MEMORY] = str(tmp_path / "memory")

@@ -151,6 +151,7 @@ class Rescue:
         _all.add(self)
         self._engines: list[GroupContext] = []
 
+    @torch.inference_mode(False)  # tensors made in inference mode cannot be trained on
     def restore(self) -> int:
         """Load the newest snapshot of which every file is in some node's memory, else the checkpoint at ``path``.
 
@@ -280,6 +281,7 @@ class Rescue:
         came = {each.name for each in moved if each.name.endswith(".distcp")}
         return extra, f"memory ({len(came)} of {len(reader.names)} parts from another node)" if came else "memory"
 
+    @torch.inference_mode(False)  # in which nobody can copy a parameter
     def step(self) -> None:
         """Count a finished step; begin a snapshot if it is time for one, a collective, and wait for one that is late.
 
