@@ -46,7 +46,7 @@ from yafsdp_cc.checkpoint.reader import CheckpointReader
 from yafsdp_cc.checkpoint.save import collect, save, wait_for_saves
 from yafsdp_cc.checkpoint.state import as_sequence, host_copy, unwrapped
 from yafsdp_cc.checkpoint.writer import CheckpointWriter
-from yafsdp_cc.fsdp2.module import require_state, sharded_parts
+from yafsdp_cc.fsdp2.module import drop_unreduced, require_state, sharded_parts
 from yafsdp_cc.ranks.checks import all_gather_objects
 from yafsdp_cc.replicas.sync import local_of, refuse_sync
 from yafsdp_cc.rescue.memory import MEMORY, folder_of_run, locked_by_rank
@@ -240,8 +240,8 @@ class Rescue:
         with trying(""):
             if path is not None and (saved := _step_at(path, self._ranks)) >= 0:
                 found.append((saved, ""))
-        for _, part in sharded_parts(self._model) if found else ():
-            require_state(part).reset()  # drops gradients of micro-batches that are not reduced yet
+        if found:
+            drop_unreduced(self._model)
         for step, name in sorted(found, reverse=True):  # a snapshot comes before a checkpoint of the same step
             extra = None
             with trying(name):
