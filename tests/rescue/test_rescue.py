@@ -783,6 +783,28 @@ def test_other_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         yafsdp_cc.Rescue(nn.Linear(1, 1))
 
 
+def test_where_memory_is_full_checkpoints_are_saved_and_a_run_ends_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, disk_usage = tmp_path / "memory", shutil.disk_usage
+    full = namedtuple("full", "total used free")(100, 90, 10)
+    monkeypatch.setenv(MEMORY, str(memory))
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: full if memory in place.parents else disk_usage(place))
+    model = nn.Linear(1, 1)
+    rescue = yafsdp_cc.Rescue(model, every=2, path=tmp_path / "disk", save_every=2)
+    rescue.restore()
+    for step in range(1, 5):
+        with pytest.raises(RuntimeError, match="No space left in") if step > 1 else nullcontext():
+            rescue.step()
+        wait_for_saves()
+        assert step == 1 or yafsdp_cc.load(tmp_path / "disk", model)["steps"] == step // 2 * 2
+    rescue.close()
+    following = yafsdp_cc.Rescue(model, every=2, path=tmp_path / "disk")
+    assert following.restore() == 4
+    following.step()
+    following.close()  # with a snapshot under way
+
+
 def test_ranks_with_other_settings_are_told(tmp_path: Path) -> None:
     def body() -> None:
         os.environ[MEMORY] = str(tmp_path)

@@ -295,6 +295,8 @@ class Rescue:
             raise RuntimeError("call Rescue.restore() before the first step: it says how many steps are finished")
         self._steps += 1
         self._tell_progress()
+        if self._path is not None and self._save_every and self._steps % self._save_every == 0:
+            save(self._path, self._model, self._optimizers, asynchronous=True, **self._extra())
         if self._steps >= self._next:  # later than ``_next`` if a snapshot failed and the program went on
             self._snapshot()
         # All ranks wait behind the same steps, and none waits for good. A rank that waits has issued all collectives of
@@ -304,15 +306,14 @@ class Rescue:
         # snapshot that is late. ``save`` writes the checkpoint at ``path`` with threads and a group of its own.
         if self._steps - self._whole >= self._every:
             self._wait()
-        if self._path is not None and self._save_every and self._steps % self._save_every == 0:
-            save(self._path, self._model, self._optimizers, asynchronous=True, **self._extra())
 
     def close(self) -> None:
         """Wait for the snapshot under way, and remove the snapshots: this training is over. A collective.
 
         A program that is started again makes it again, from the checkpoint at ``path`` or from the beginning.
         """
-        self._wait()
+        with suppress(RuntimeError):  # nobody needs that snapshot any more
+            self._wait()
         if self._steps >= 0:
             self._thread.shutdown()
             all_gather_objects(None, self._ranks.back)
