@@ -348,6 +348,24 @@ def test_a_checkpoint_that_does_not_tell_its_step_is_named_and_the_snapshot_take
         assert again() == [0]
 
 
+def test_where_one_node_lacks_the_file_system_of_the_checkpoint_all_ranks_say_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    disk, told = {"path": tmp_path / "disk", "save_every": 3}, "at .*/disk: mount one file system there on all nodes"
+
+    def again() -> Settings:
+        if dist.get_rank() == 1:
+            monkeypatch.setattr(files, "place", lambda _: tmp_path / "bare")
+        return train(tmp_path, 4, path=disk["path"])
+
+    on_ranks(2, lambda: train(tmp_path, 4, **disk))
+    assert [each["began"] for each in on_ranks(2, again)] == [4, 4]
+    assert re.search(f"the checkpoint cannot be used: .*{told}", capfd.readouterr().err)
+    shutil.rmtree(tmp_path / "node-0")
+    with pytest.raises(RankError, match=f"ValueError: .*{told}\n.*behind step 3\n.*rank 1: none"):
+        on_ranks(2, again, patience=20.0)
+
+
 def test_the_last_snapshot_that_is_damaged_is_no_reason_to_begin_anew(tmp_path: Path) -> None:
     on_ranks(2, train, tmp_path, 2)
     (file,) = snapshots(tmp_path)[2].glob("__0_0.distcp")

@@ -47,7 +47,7 @@ from yafsdp_cc.checkpoint.save import collect, save, wait_for_saves
 from yafsdp_cc.checkpoint.state import as_sequence, host_copy, unwrapped
 from yafsdp_cc.checkpoint.writer import CheckpointWriter
 from yafsdp_cc.fsdp2.module import drop_unreduced, require_state, sharded_parts
-from yafsdp_cc.ranks.checks import all_gather_objects
+from yafsdp_cc.ranks.checks import all_gather_objects, table_of_ranks
 from yafsdp_cc.replicas.sync import local_of, refuse_sync
 from yafsdp_cc.rescue.memory import MEMORY, folder_of_run, locked_by_rank
 from yafsdp_cc.rescue.nodes import LostError, Nodes, Transfer, copy_to_buddies, fetch, files_in
@@ -443,7 +443,7 @@ def _step_of(name: str) -> int:
 
 
 def _step_at(path: Path, ranks: Ranks) -> int:
-    """Return the number of steps of the checkpoint at ``path``; -1 where there is none. A collective."""
+    """Return the number of steps of the checkpoint at ``path``, the same for all ranks; -1 where there is none."""
     step: Any = -1
     with together(ranks.front):
         folder = files.complete(files.place(path))
@@ -456,6 +456,10 @@ def _step_at(path: Path, ranks: Ranks) -> int:
                     f"{folder} does not tell its step, as Rescue did not save it: read it by load(), and name another "
                     "path here"
                 )
+    steps = all_gather_objects(step, ranks.front)
+    if len(set(steps)) > 1:
+        seen = table_of_ranks(f"a checkpoint behind step {each}" if each >= 0 else "none" for each in steps)
+        raise ValueError(f"ranks see other checkpoints at {path}: mount one file system there on all nodes\n{seen}")
     return int(step)
 
 
