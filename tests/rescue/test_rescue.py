@@ -6,6 +6,7 @@ same folders, are what a restart is.
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import re
@@ -190,6 +191,26 @@ def test_where_no_node_has_a_part_the_checkpoint_on_the_disk_is_taken(
     assert [each["began"] for each in gone_on] == [6, 6]
     assert_same(gone_on, undisturbed)
     assert f"going on behind step 6, from {tmp_path / 'disk'}\n" in capfd.readouterr().err
+
+
+def test_where_a_node_has_no_room_for_a_snapshot_the_checkpoint_on_the_disk_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    def again(**disk: Any) -> Settings:
+        if dist.get_rank() == 1:
+            monkeypatch.setattr(os, "posix_fallocate", full)
+        return train(tmp_path, 6, nodes=2, **disk)
+
+    on_ranks(2, lambda: train(tmp_path, 6, nodes=2, path=tmp_path / "disk", save_every=3))
+    shutil.rmtree(tmp_path / "node-1")
+    told = r"rank 1: .*No space left in .*/node-1: [\d,]+ bytes are needed, and [\d,]+ were free"
+    with pytest.raises(RankError, match=f"ValueError: {told}"):
+        on_ranks(2, again)
+    assert [each["began"] for each in on_ranks(2, lambda: again(path=tmp_path / "disk"))] == [6, 6]
+    assert re.search(f"a snapshot cannot be used: {told}", capfd.readouterr().err)
 
 
 def test_a_checkpoint_that_is_newer_than_what_memory_has_is_taken(tmp_path: Path) -> None:
