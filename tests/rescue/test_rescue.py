@@ -234,7 +234,7 @@ def test_another_number_of_ranks_goes_on(tmp_path: Path, before: int, after: int
 
 def unsent(folder: Path, way: str) -> dict[str, torch.Tensor]:
     """Make four steps, or load the snapshot behind them; return what residuals and momenta hold of their gradients."""
-    os.environ[MEMORY] = str(folder)
+    os.environ[MEMORY] = str(folder / f"node-{dist.get_rank()}")
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 133), nn.Linear(133, 71))
     codec = {"momentum": "onebit", "ef21": Compression("int4", feedback="ef21", residual="fp32")}.get(way, way)
@@ -274,6 +274,21 @@ def test_gradients_that_were_still_to_be_sent_are_sent_by_any_number_of_ranks(
     saved, *_ = on_ranks(2, unsent, tmp_path, way)
     found, *_ = on_ranks(after, unsent, tmp_path, way)
     assert found.keys() == saved.keys() >= {"0.weight", "1.weight"}
+    for name, each in saved.items():
+        assert each.any()
+        assert found[name].allclose(each, rtol=1e-5, atol=1e-8), name
+
+
+@pytest.mark.parametrize("way", ["int4", "auto"])
+def test_no_node_keeps_residuals_of_others_than_its_own_ranks_and_their_buddies(tmp_path: Path, way: str) -> None:
+    def kept() -> list[set[str]]:
+        return [{each.name for each in snapshots(tmp_path, node)[4].glob("extra*")} for node in range(4)]
+
+    saved, *_ = on_ranks(4, unsent, tmp_path, way)
+    before = kept()
+    assert all(len(each) == 2 for each in before)
+    found, *_ = on_ranks(4, unsent, tmp_path, way)
+    assert kept() == before
     for name, each in saved.items():
         assert each.any()
         assert found[name].allclose(each, rtol=1e-5, atol=1e-8), name

@@ -126,7 +126,8 @@ def load_from(
         if optimizers:
             _check_optimizer(reader.contents, model, folder)
             state[OPTIMIZER] = empty_optimizer_state(model, reader.contents)
-        extra = files.read_extra(folder, *place_in(group), reader.extra_sums)
+    with together(group):  # apart from the checks above: a file may be brought by all ranks together
+        extra = files.read_extra(folder, *place_in(group), reader.extra_sums, reader.present)
     state |= compression.empty_state(model, reader.contents, bool(optimizers))
     state |= replicas.empty_state(model, reader.contents)
     read_into(state, reader, ranks.back, dry=True)
@@ -157,7 +158,7 @@ def load_from(
         ) from error
     extras = {name: unpacked(value) for name, value in weights[MODEL].items() if is_extra_state(name)}
     load_model_state(model, weights[MODEL] | extras)
-    compression.load_state(model, state, extra, files.extra_readers(folder, reader.extra_sums), group)
+    compression.load_state(model, state, extra, files.extra_readers(folder, reader.extra_sums, reader.present), group)
     replicas.load_state(model, state)
     return extra
 

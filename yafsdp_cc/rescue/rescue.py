@@ -270,13 +270,20 @@ class Rescue:
         def bring(names: Collection[str]) -> None:
             moved.extend(fetch(names, folder, self._nodes, ranks.back))
 
+        @contextmanager
+        def present(name: str) -> Iterator[None]:
+            came = fetch([name], folder, self._nodes, ranks.back)
+            with together(ranks.front):
+                yield
+            for each in came:  # another rank's file may have residuals as large as the model: no node keeps it
+                if each.target == self._nodes.rank and each.name != files.extra_name(*place_in(ranks.back)):
+                    (folder / each.name).unlink()
+
         with together(ranks.front):
             folder.mkdir(exist_ok=True)
         bring([METADATA])
         with together(ranks.front):  # a table damaged on one node fails on all ranks
-            reader = CheckpointReader(folder, bring)
-        sums = reader.extra_sums or []
-        bring([files.extra_name(rank, len(sums)) for rank in range(len(sums))])
+            reader = CheckpointReader(folder, bring, present)
         extra = load_from(lambda: reader, self._model, self._optimizers, ranks)
         came = {each.name for each in moved if each.name.endswith(".distcp")}
         return extra, f"memory ({len(came)} of {len(reader.names)} parts from another node)" if came else "memory"
