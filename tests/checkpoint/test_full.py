@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import yafsdp_cc
 from tests.checkpoint.jobs import job, same
@@ -112,6 +112,26 @@ def test_of_experts_that_were_divided_by_hand(tmp_path):
         with pytest.raises(ValueError, match=said):
             call()
     assert not list(tmp_path.iterdir())
+
+
+@ranks(4)
+@pytest.mark.parametrize("shard", [None, yafsdp_cc.shard, fully_shard])
+def test_of_stages_of_a_pipeline(tmp_path, shard):
+    """Whose parameters have one name and other values on each stage, until a path of its own tells them apart."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "data"))
+    place = mesh["pipeline"].get_local_rank()
+    stages = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))[place::2]  # this rank's stages
+    expected = [stage.weight.detach().clone() for stage in stages]
+    for stage in stages if shard else ():
+        shard(stage, mesh=mesh["data"])
+    with pytest.raises(ValueError, match=r"'0\.weight' has other values on rank 2 than on rank 0"):
+        yafsdp_cc.save(tmp_path / "saved", stages)
+    assert not list(tmp_path.iterdir())
+    if shard is yafsdp_cc.shard:
+        yafsdp_cc.save(tmp_path / str(place), stages[0])
+        nn.init.zeros_(stages[0].weight)
+        yafsdp_cc.load(tmp_path / str(place), stages[0])
+        assert whole(stages[0].weight.detach()).equal(expected[0])
 
 
 def measured():

@@ -27,6 +27,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -865,6 +866,28 @@ def test_ranks_with_other_settings_are_told(tmp_path: Path) -> None:
         rescue = yafsdp_cc.Rescue(nn.Linear(1, 1), every=1 + dist.get_rank())
         with pytest.raises(ValueError, match="every"):
             rescue.restore()
+
+    on_ranks(2, body)
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_stages_of_a_pipeline_are_refused(tmp_path: Path, is_sharded: bool) -> None:
+    """Also where all of them begin with the same values, and only training tells them apart."""
+
+    def body() -> None:
+        os.environ[MEMORY] = str(tmp_path)
+        stage = nn.Linear(8, 8)
+        if is_sharded:
+            yafsdp_cc.shard(stage, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("pipeline", "data"))["data"])
+        rescue = yafsdp_cc.Rescue(stage, every=1)
+        if is_sharded:
+            with pytest.raises(ValueError, match=r"the model is on 1 of 2 ranks, .* save each by save"):
+                rescue.restore()
+            return
+        rescue.restore()
+        nn.init.constant_(stage.weight, dist.get_rank())
+        with pytest.raises(ValueError, match="'weight' has other values on rank 1 than on rank 0"):
+            rescue.step()
 
     on_ranks(2, body)
 

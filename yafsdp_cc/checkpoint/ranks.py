@@ -5,24 +5,27 @@ from __future__ import annotations
 import os
 import pickle
 import warnings
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.constants import default_pg_timeout
+from torch.distributed.tensor import DTensor
 
 from yafsdp_cc.fsdp2.module import ShardedModule, ranks_of_model, require_state, sharded_parts
-from yafsdp_cc.ranks.checks import all_gather_objects, check_settings
+from yafsdp_cc.ranks.checks import all_gather_objects, check_settings, checksum
 from yafsdp_cc.ranks.groups import group_once, new_group, timeout_of
-from yafsdp_cc.replicas.sync import sync_of
+from yafsdp_cc.replicas.sync import local_of, sync_of
 
 Group: TypeAlias = "tuple[dist.ProcessGroup, ...]"
 """A gloo group, as ``ranks.mesh`` takes it; () for a single process."""
+_COMPARED = 1 << 16
+"""Number of a parameter's elements, at most, that ranks compare: parameters of other modules differ in their first."""
 
 
 class Ranks(NamedTuple):
@@ -81,6 +84,40 @@ def check_is_one_model(call: str, model: nn.Module) -> None:
                 "another tensor of that name, of which a checkpoint would keep one. Make it a DTensor of the whole "
                 "before it is sharded, DTensor.from_local(part, mesh['ep'], [Shard(0)]), or give it a name for each"
             )
+
+
+def check_is_one_value(call: str, model: nn.Module, group: Group) -> None:
+    """Raise a ``ValueError`` on every rank if some have other values under one name, as a pipeline's stages may.
+
+    Compared are the first ``_COMPARED`` elements of what each rank has of a model that is plain or has sharded parts. A
+    sharded model's names are those of its ranks alone, and ignored parameters may differ. A collective of ``group``.
+    """
+    if not group or isinstance(model, ShardedModule) or sync_of(model) is not None:
+        return
+    named = {name: param for name, param in model.named_parameters() if type(local_of(param)) is Tensor}
+    is_plain = not any(isinstance(param, DTensor) for param in named.values())
+    compared = {name: param for name, param in named.items() if is_plain or isinstance(param, DTensor)}
+    own = {name: part_and_checksum(param, _COMPARED) for name, param in compared.items() if not param.is_meta}
+    members, known = dist.get_process_group_ranks(group[0]), dict[tuple[str, Hashable], tuple[int, int]]()
+    for rank, sums in zip(members, all_gather_objects(own, group), strict=True):
+        for name, (part, value) in sums.items():
+            expected, other = known.setdefault((name, part), (value, rank))
+            if value != expected:
+                raise ValueError(
+                    f"{call}: '{name}' has other values on rank {rank} than on rank {other}, and a checkpoint keeps "
+                    "one. Stages of a pipeline are saved each at a path of its own, once each is sharded across its "
+                    "ranks, shard(stage, mesh=mesh['data']), even if that is one rank"
+                )
+
+
+def part_and_checksum(parameter: Tensor, most: int | None = None) -> tuple[Hashable, int]:
+    """Return an id of this rank's part of a parameter, equal where values must be, and the checksum of that part, or of
+    its first ``most`` elements."""
+    part: tuple[int, ...] = ()
+    if isinstance(parameter, DTensor):
+        where = parameter.device_mesh.get_coordinate() or ()
+        part = tuple(at for at, how in zip(where, parameter.placements, strict=True) if not how.is_replicate())
+    return part, checksum(local_of(parameter).reshape(-1)[:most])
 
 
 def meet(call: str, model: nn.Module, settings: dict[str, object], *, beside: bool = False) -> Ranks:

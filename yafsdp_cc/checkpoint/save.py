@@ -21,7 +21,15 @@ from torch.utils._pytree import tree_map
 
 from yafsdp_cc.checkpoint import compression, files, replicas
 from yafsdp_cc.checkpoint.files import Replacement
-from yafsdp_cc.checkpoint.ranks import by_torch, check_arguments, check_is_one_model, meet, place_in, together
+from yafsdp_cc.checkpoint.ranks import (
+    by_torch,
+    check_arguments,
+    check_is_one_model,
+    check_is_one_value,
+    meet,
+    place_in,
+    together,
+)
 from yafsdp_cc.checkpoint.state import as_sequence, check_plain, host_copy, state_of, unwrapped
 from yafsdp_cc.checkpoint.writer import CheckpointWriter, FirstRankPlanner
 from yafsdp_cc.ranks.checks import all_gather_objects
@@ -90,6 +98,7 @@ def save(
     target = files.place(path)
     settings = {"path": str(Path(path).absolute()), "asynchronous": asynchronous, "optimizers": len(optimizers)}
     ranks = meet("save()", model, settings)
+    check_is_one_value("save()", model, ranks.front)
     synchronize_replicas(model)
     # these collectives come before anything that can fail on one rank alone
     compressed = {**compression.sharded_state(model), **replicas.sharded_state(model)}

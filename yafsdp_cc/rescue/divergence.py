@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from yafsdp_cc.checkpoint.ranks import meet
+from yafsdp_cc.checkpoint.ranks import meet, part_and_checksum
 from yafsdp_cc.checkpoint.state import as_sequence, plain_name, unwrapped
 from yafsdp_cc.fsdp2.module import torch_states
-from yafsdp_cc.ranks.checks import all_gather_objects, checksum, named_ranks
-from yafsdp_cc.replicas.sync import local_of, refuse_sync
+from yafsdp_cc.ranks.checks import all_gather_objects, named_ranks
+from yafsdp_cc.replicas.sync import refuse_sync
 
 if TYPE_CHECKING:
     from yafsdp_cc.checkpoint.state import Optimizers
@@ -68,7 +68,9 @@ class DivergenceWatch:
         self._compared += 1
         known = set().union(*units.values())
         names: dict[Tensor, str] = {each: plain_name(name) for name, each in self._model.named_parameters()}
-        own = {name: _found(each) for each, name in names.items() if each in units[unit] or _is_replicated(each)}
+        own = {
+            name: part_and_checksum(each) for each, name in names.items() if each in units[unit] or _is_replicated(each)
+        }
         for optimizer in self._optimizers:
             for parameter, state in optimizer.state.items():
                 if "step" in state and (parameter in known or parameter not in names):
@@ -97,15 +99,6 @@ class DivergenceWatch:
 
 def _is_replicated(parameter: Tensor) -> bool:
     return isinstance(parameter, DTensor) and all(each.is_replicate() for each in parameter.placements)
-
-
-def _found(parameter: Tensor) -> tuple[Hashable, int]:
-    """Return an id of this rank's part of a parameter, equal where values must be, and the checksum of that part."""
-    part: tuple[int, ...] = ()
-    if isinstance(parameter, DTensor):
-        where = parameter.device_mesh.get_coordinate() or ()
-        part = tuple(at for at, how in zip(where, parameter.placements, strict=True) if not how.is_replicate())
-    return part, checksum(local_of(parameter))
 
 
 def _told(name: str, unit: str, values: dict[int, int], steps: int) -> str:

@@ -31,6 +31,7 @@ from typing import IO, TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -41,7 +42,14 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from yafsdp_cc.checkpoint import compression, files
 from yafsdp_cc.checkpoint.files import METADATA
 from yafsdp_cc.checkpoint.load import load, load_from
-from yafsdp_cc.checkpoint.ranks import by_torch, check_is_one_model, meet, place_in, together
+from yafsdp_cc.checkpoint.ranks import (
+    by_torch,
+    check_is_one_model,
+    check_is_one_value,
+    meet,
+    place_in,
+    together,
+)
 from yafsdp_cc.checkpoint.reader import CheckpointReader
 from yafsdp_cc.checkpoint.save import collect, save, wait_for_saves
 from yafsdp_cc.checkpoint.state import as_sequence, host_copy, unwrapped
@@ -182,6 +190,13 @@ class Rescue:
         self._ranks = ranks = meet("Rescue.restore()", self._model, settings, beside=True)
         check_is_one_model("Rescue.restore()", self._model)
         refuse_sync("Rescue", self._model)
+        check_is_one_value("Rescue.restore()", self._model, ranks.front)
+        if ranks.front and ranks.front[0].size() < dist.get_world_size():
+            raise ValueError(
+                f"Rescue.restore(): the model is on {ranks.front[0].size()} of {dist.get_world_size()} ranks, and the "
+                "snapshots of other stages of a pipeline, or of another model, would be of other steps: save each by "
+                "save(), at a path of its own"
+            )
         if self._steps < 0:
             self._folder, self._thread = self._run / str(Rescue._closed), ThreadPoolExecutor(1, "yafsdp_cc.rescue")
         with together(ranks.front):
@@ -353,6 +368,8 @@ class Rescue:
         self._wait()
         self._next = self._steps + self._every - self._took
         self._engines = [require_state(part).context for _, part in sharded_parts(self._model)]
+        if self._kept is None:  # stages of a pipeline may have been equal before they were trained
+            check_is_one_value("Rescue.step()", self._model, self._ranks.front)
         compressed = compression.sharded_state(self._model, means=False)
         state, content = collect(self._model, self._optimizers, self._extra(), compressed, self._ranks.front)
         values, form = tree_flatten(state)
