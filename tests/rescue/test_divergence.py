@@ -116,12 +116,16 @@ def test_steps_of_an_optimizer_that_differ_are_named() -> None:
         watch.step()
 
 
+@pytest.mark.parametrize("way", ["ours", "fsdp2"])
 @ranks(2)
-def test_what_the_engine_ignores_may_differ() -> None:
+def test_what_the_engine_ignores_may_differ(way: str) -> None:
     torch.manual_seed(dist.get_rank())
     own = nn.Linear(8, 8)
     model = nn.Sequential(nn.Linear(8, 8), own)
-    yafsdp_cc.shard(model, ignored_params=list(own.parameters()), sync_module_states=True)
+    if way == "ours":
+        yafsdp_cc.shard(model, ignored_params=list(own.parameters()), sync_module_states=True)
+    else:
+        fully_shard(model, ignored_params=set(own.parameters()))
     optimizer = torch.optim.AdamW(model.parameters())
     watch = yafsdp_cc.DivergenceWatch(model, optimizer, every=1)
     for _ in range(3):

@@ -6,6 +6,7 @@ same folders, are what a restart is.
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import re
@@ -16,6 +17,7 @@ import warnings
 from collections import namedtuple
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import yafsdp_cc
@@ -192,6 +194,26 @@ def test_where_no_node_has_a_part_the_checkpoint_on_the_disk_is_taken(
     assert f"going on behind step 6, from {tmp_path / 'disk'}\n" in capfd.readouterr().err
 
 
+def test_where_a_node_has_no_room_for_a_snapshot_the_checkpoint_on_the_disk_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    def again(**disk: Any) -> Settings:
+        if dist.get_rank() == 1:
+            monkeypatch.setattr(os, "posix_fallocate", full)
+        return train(tmp_path, 6, nodes=2, **disk)
+
+    on_ranks(2, lambda: train(tmp_path, 6, nodes=2, path=tmp_path / "disk", save_every=3))
+    shutil.rmtree(tmp_path / "node-1")
+    told = r"rank 1: .*No space left in .*/node-1: [\d,]+ bytes are needed, and [\d,]+ were free"
+    with pytest.raises(RankError, match=f"ValueError: {told}"):
+        on_ranks(2, again)
+    assert [each["began"] for each in on_ranks(2, lambda: again(path=tmp_path / "disk"))] == [6, 6]
+    assert re.search(f"a snapshot cannot be used: {told}", capfd.readouterr().err)
+
+
 def test_a_checkpoint_that_is_newer_than_what_memory_has_is_taken(tmp_path: Path) -> None:
     disk = {"path": tmp_path / "disk", "save_every": 3}
     on_ranks(2, lambda: train(tmp_path, 3, **disk))
@@ -213,7 +235,7 @@ def test_another_number_of_ranks_goes_on(tmp_path: Path, before: int, after: int
 
 def unsent(folder: Path, way: str) -> dict[str, torch.Tensor]:
     """Make four steps, or load the snapshot behind them; return what residuals and momenta hold of their gradients."""
-    os.environ[MEMORY] = str(folder)
+    os.environ[MEMORY] = str(folder / f"node-{dist.get_rank()}")
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 133), nn.Linear(133, 71))
     codec = {"momentum": "onebit", "ef21": Compression("int4", feedback="ef21", residual="fp32")}.get(way, way)
@@ -253,6 +275,21 @@ def test_gradients_that_were_still_to_be_sent_are_sent_by_any_number_of_ranks(
     saved, *_ = on_ranks(2, unsent, tmp_path, way)
     found, *_ = on_ranks(after, unsent, tmp_path, way)
     assert found.keys() == saved.keys() >= {"0.weight", "1.weight"}
+    for name, each in saved.items():
+        assert each.any()
+        assert found[name].allclose(each, rtol=1e-5, atol=1e-8), name
+
+
+@pytest.mark.parametrize("way", ["int4", "auto"])
+def test_no_node_keeps_residuals_of_others_than_its_own_ranks_and_their_buddies(tmp_path: Path, way: str) -> None:
+    def kept() -> list[set[str]]:
+        return [{each.name for each in snapshots(tmp_path, node)[4].glob("extra*")} for node in range(4)]
+
+    saved, *_ = on_ranks(4, unsent, tmp_path, way)
+    before = kept()
+    assert all(len(each) == 2 for each in before)
+    found, *_ = on_ranks(4, unsent, tmp_path, way)
+    assert kept() == before
     for name, each in saved.items():
         assert each.any()
         assert found[name].allclose(each, rtol=1e-5, atol=1e-8), name
@@ -346,6 +383,24 @@ def test_a_checkpoint_that_does_not_tell_its_step_is_named_and_the_snapshot_take
             again()
     else:
         assert again() == [0]
+
+
+def test_where_one_node_lacks_the_file_system_of_the_checkpoint_all_ranks_say_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    disk, told = {"path": tmp_path / "disk", "save_every": 3}, "at .*/disk: mount one file system there on all nodes"
+
+    def again() -> Settings:
+        if dist.get_rank() == 1:
+            monkeypatch.setattr(files, "place", lambda _: tmp_path / "bare")
+        return train(tmp_path, 4, path=disk["path"])
+
+    on_ranks(2, lambda: train(tmp_path, 4, **disk))
+    assert [each["began"] for each in on_ranks(2, again)] == [4, 4]
+    assert re.search(f"the checkpoint cannot be used: .*{told}", capfd.readouterr().err)
+    shutil.rmtree(tmp_path / "node-0")
+    with pytest.raises(RankError, match=f"ValueError: .*{told}\n.*behind step 3\n.*rank 1: none"):
+        on_ranks(2, again, patience=20.0)
 
 
 def test_the_last_snapshot_that_is_damaged_is_no_reason_to_begin_anew(tmp_path: Path) -> None:
@@ -549,11 +604,20 @@ def test_a_copy_goes_on_while_training_communicates_if_it_is_late(
     assert [*found, goes_on(0.9)] == [True, False, True, False, True]
 
 
-def test_a_running_program_goes_back_again_and_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", ["ours", "fsdp2", also("fsdp2 in bf16")])
+def test_a_running_program_goes_back_again_and_again(tmp_path: Path, way: str) -> None:
+    def stop(grad: torch.Tensor) -> None:
+        raise ArithmeticError("a backward that raises")
+
     def body() -> None:
         os.environ[MEMORY] = str(tmp_path)
         torch.manual_seed(0)
-        model = yafsdp_cc.shard(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)))
+        model: Any = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+        if way == "ours":
+            yafsdp_cc.shard(model)
+        else:
+            half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+            fully_shard(model, mp_policy=half if way == "fsdp2 in bf16" else MixedPrecisionPolicy())
         optimizer = torch.optim.AdamW(model.parameters())
         rescue, behind = yafsdp_cc.Rescue(model, optimizer, every=4), dict[int, torch.Tensor]()
         step = rescue.restore()
@@ -570,14 +634,43 @@ def test_a_running_program_goes_back_again_and_again(tmp_path: Path) -> None:
                 with pytest.raises(RuntimeError, match="training is behind step 1, and there is nothing to go back to"):
                     rescue.restore()
                 continue
-            for _ in range(2):
+            for raises in (False, hasattr(model, "reset_iter_state")):  # torch 2.11 cannot go on behind an exception
                 model.set_requires_gradient_sync(False)
-                model(torch.full((1, 64), 1e3)).square().mean().backward()  # the first micro-batch of a loss spike
+                output = model(torch.full((1, 64), 1e3))  # the first micro-batch of a loss spike
+                if raises:
+                    output.register_hook(stop)
+                with pytest.raises(ArithmeticError) if raises else nullcontext():
+                    output.square().mean().backward()
                 model.set_requires_gradient_sync(True)
                 step = rescue.restore()
                 assert last - 4 <= step <= last
                 assert model[0].weight.full_tensor().equal(behind[step])
         rescue.close()
+
+    on_ranks(2, body)
+
+
+def test_an_evaluation_in_inference_mode_may_count_a_step_and_go_back(tmp_path: Path) -> None:
+    def body() -> None:
+        os.environ[MEMORY] = str(tmp_path)
+        model = yafsdp_cc.shard(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), compression="int8")
+        optimizer = torch.optim.AdamW(model.parameters())
+        rescue = yafsdp_cc.Rescue(model, optimizer, every=1)
+
+        def train() -> torch.Tensor:
+            model(torch.ones(1, 64)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return model[0].weight.full_tensor().detach().clone()
+
+        rescue.restore()
+        train()
+        with torch.inference_mode():
+            rescue.step()
+        following = train()
+        with torch.inference_mode():
+            assert rescue.restore() == 1
+        assert train().equal(following)
 
     on_ranks(2, body)
 
@@ -743,6 +836,28 @@ def test_other_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv(MEMORY, "/proc/nowhere")
     with pytest.raises(ValueError, match=r"/proc/nowhere cannot be made .* needs? a memory that outlives a process"):
         yafsdp_cc.Rescue(nn.Linear(1, 1))
+
+
+def test_where_memory_is_full_checkpoints_are_saved_and_a_run_ends_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, disk_usage = tmp_path / "memory", shutil.disk_usage
+    full = namedtuple("full", "total used free")(100, 90, 10)
+    monkeypatch.setenv(MEMORY, str(memory))
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: full if memory in place.parents else disk_usage(place))
+    model = nn.Linear(1, 1)
+    rescue = yafsdp_cc.Rescue(model, every=2, path=tmp_path / "disk", save_every=2)
+    rescue.restore()
+    for step in range(1, 5):
+        with pytest.raises(RuntimeError, match="No space left in") if step > 1 else nullcontext():
+            rescue.step()
+        wait_for_saves()
+        assert step == 1 or yafsdp_cc.load(tmp_path / "disk", model)["steps"] == step // 2 * 2
+    rescue.close()
+    following = yafsdp_cc.Rescue(model, every=2, path=tmp_path / "disk")
+    assert following.restore() == 4
+    following.step()
+    following.close()  # with a snapshot under way
 
 
 def test_ranks_with_other_settings_are_told(tmp_path: Path) -> None:

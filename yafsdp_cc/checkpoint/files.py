@@ -26,11 +26,11 @@ import warnings
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -297,14 +297,25 @@ def extra_name(rank: int, world: int) -> str:
     return f"extra_{rank}_of_{world}.pt"
 
 
-def extra_readers(folder: Path, sums: Sequence[int] | None) -> list[Callable[[], dict[str, Any]]]:
-    """Return, for each rank that saved, a function that reads its extra data; none without files of ``save``."""
+Present: TypeAlias = "Callable[[str], AbstractContextManager[object]]"
+"""Returns a context in which the file of that name is in its folder; entering and leaving it may be collectives."""
+
+
+def extra_readers(
+    folder: Path, sums: Sequence[int] | None, present: Present = nullcontext
+) -> list[Callable[[], dict[str, Any]]]:
+    """Return, for each rank that saved, a function that reads its extra data; none without files of ``save``.
+
+    Each file is read in the context that ``present`` returns for its name.
+    """
     found = [re.fullmatch(r"extra_\d+_of_(\d+)", file.stem) for file in folder.glob("extra_*_of_*.pt")]
     crcs: Sequence[int | None] = sums or [None] * max((int(each[1]) for each in found if each), default=0)
-    return [partial(_load_extra, folder / extra_name(rank, len(crcs)), crc) for rank, crc in enumerate(crcs)]
+    return [partial(_load_extra, folder / extra_name(rank, len(crcs)), crc, present) for rank, crc in enumerate(crcs)]
 
 
-def read_extra(folder: Path, rank: int, world: int, sums: Sequence[int] | None = None) -> dict[str, Any]:
+def read_extra(
+    folder: Path, rank: int, world: int, sums: Sequence[int] | None = None, present: Present = nullcontext
+) -> dict[str, Any]:
     """Return this rank's extra data; with another number of ranks than saved, only the data that all ranks saved alike.
 
     A warning names what is left out: two ranks with one rank's random state, for example, would draw the same numbers.
@@ -313,11 +324,12 @@ def read_extra(folder: Path, rank: int, world: int, sums: Sequence[int] | None =
         folder: the checkpoint.
         rank, world: this rank's number, and the number of ranks now.
         sums: CRC-32 of the file of each rank that saved; None: not stored.
+        present: as that of ``extra_readers``.
 
     Raises:
         ValueError: the file of a rank is missing or damaged.
     """
-    ranks = extra_readers(folder, sums)
+    ranks = extra_readers(folder, sums, present)
     if len(ranks) in (0, world):
         return ranks[rank]() if ranks else {}
     alike = ranks[0]()
@@ -335,10 +347,8 @@ def read_extra(folder: Path, rank: int, world: int, sums: Sequence[int] | None =
     return alike
 
 
-def _load_extra(file: Path, crc: int | None) -> dict[str, Any]:
-    if not file.is_file():
-        raise ValueError(f"{file} is missing: the checkpoint is damaged, load another one")
-    with reading(file):
+def _load_extra(file: Path, crc: int | None, present: Present) -> dict[str, Any]:
+    with present(file.name), reading(file):
         content = file.read_bytes()
         check_entry(content, crc)
         extra = load_plain(io.BytesIO(content))

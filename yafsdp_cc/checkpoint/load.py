@@ -129,7 +129,8 @@ def load_from(
             named = _named_as_saved(model, own, [path[1] for path in paths if path[0] == "state" and path[1:]])
             _check_optimizer(reader.contents, named, folder)
             state[OPTIMIZER] = empty_optimizer_state(named, reader.contents)
-        extra = files.read_extra(folder, *place_in(group), reader.extra_sums)
+    with together(group):  # apart from the checks above: a file may be brought by all ranks together
+        extra = files.read_extra(folder, *place_in(group), reader.extra_sums, reader.present)
     state |= compression.empty_state(model, reader.contents, bool(optimizers))
     state |= replicas.empty_state(model, reader.contents)
     read_into(state, reader, ranks.back, dry=True)
@@ -162,7 +163,7 @@ def load_from(
         ) from error
     extras = {name: unpacked(value) for name, value in weights[MODEL].items() if is_extra_state(name)}
     load_model_state(model, weights[MODEL] | extras)
-    compression.load_state(model, state, extra, files.extra_readers(folder, reader.extra_sums), group)
+    compression.load_state(model, state, extra, files.extra_readers(folder, reader.extra_sums, reader.present), group)
     replicas.load_state(model, state)
     return extra
 

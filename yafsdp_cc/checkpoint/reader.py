@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType
 from torch.futures import Future
 
-from yafsdp_cc.checkpoint.files import METADATA, check_entry, load_plain, reading, unsealed
+from yafsdp_cc.checkpoint.files import METADATA, Present, check_entry, load_plain, reading, unsealed
 from yafsdp_cc.checkpoint.state import MODEL, paths_in, plain_name
 
 if TYPE_CHECKING:
@@ -91,6 +91,7 @@ class CheckpointReader(FileSystemReader):
         path: folder of the checkpoint.
         fetch: function that brings files of given names into the folder, where some may be missing, before they are
             read. It may be a collective of the ranks that load.
+        present: returns the context in which an extra file is in the folder, as ``files.extra_readers`` takes it.
 
     ``contents`` is what the checkpoint holds, ``names`` the files of its tensors with their least sizes in bytes,
     ``stored_names`` the names of a model's tensors with wrappers in them, by those without, ``extra_sums`` the CRC-32
@@ -104,9 +105,11 @@ class CheckpointReader(FileSystemReader):
         UntrustedError: the table of contents names something that no checkpoint needs; nothing of it was run.
     """
 
-    def __init__(self, path: Path, fetch: Callable[[Collection[str]], None] | None = None) -> None:
+    def __init__(
+        self, path: Path, fetch: Callable[[Collection[str]], None] | None = None, present: Present = nullcontext
+    ) -> None:
         super().__init__(path)
-        self._fetch = fetch
+        self._fetch, self.present = fetch, present
         table = path / METADATA
         if not table.is_file():
             raise _not_a_checkpoint(path)

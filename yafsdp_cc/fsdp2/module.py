@@ -576,6 +576,30 @@ def sharded_parts(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn
             yield from sharded_parts(child, f"{prefix}{name}.")
 
 
+def torch_states(module: nn.Module) -> Iterator[tuple[Any, list[Any]]]:
+    """Yield the states of torch's own FSDP2 in ``module``, each with its parameter groups."""
+    for each in module.modules():
+        if isinstance(each, FSDPModule) and not isinstance(each, ShardedModule):
+            state = each._get_fsdp_state()
+            groups = vars(state).get("_fsdp_param_groups")  # torch 2.11 has one group at most
+            yield state, list(filter(None, [state._fsdp_param_group] if groups is None else groups))
+
+
+def drop_unreduced(module: nn.Module) -> None:
+    """Drop gradients that are not reduced yet, and the state of a backward that raised, under torch's FSDP2 as well."""
+    for _, part in sharded_parts(module):
+        require_state(part).reset()
+    for state, groups in torch_states(module):
+        if state._is_root and hasattr(state, "_reset_iter_state"):  # not in torch 2.11
+            state._reset_iter_state()
+        for group in groups:
+            group._partial_reduce_output = None
+            for param in group.fsdp_params:
+                param.unsharded_accumulated_grad = None
+                if hasattr(param, "_unsharded_param"):  # since the first forward
+                    param._unsharded_param.grad = None
+
+
 def built_state(module: nn.Module, what: str, *, is_current: bool = False) -> FSDPState:
     """Return the engine of a sharded module, never assembling it, for queries of one rank alone.
 

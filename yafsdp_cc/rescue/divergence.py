@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from yafsdp_cc.checkpoint.ranks import meet, part_and_checksum
 from yafsdp_cc.checkpoint.state import as_sequence, plain_name, unwrapped
-from yafsdp_cc.fsdp2.module import ShardedModule
+from yafsdp_cc.fsdp2.module import torch_states
 from yafsdp_cc.ranks.checks import all_gather_objects, named_ranks
 from yafsdp_cc.replicas.sync import refuse_sync
 
@@ -84,12 +84,13 @@ class DivergenceWatch:
                 raise DivergenceError(_told(name, unit, by_rank, self._steps))
 
     def _units(self) -> dict[str, set[Tensor]]:
-        """Return the parameters of each unit, by the unit's name, without those that the engine ignores."""
+        """Return the parameters of each unit, by the unit's name, without those that sharding ignores."""
         units: defaultdict[str, set[Tensor]] = defaultdict(set)
-        is_ours = any(isinstance(module, ShardedModule) for module in self._model.modules())
         wrapped = [name for name, module in self._model.named_modules() if isinstance(module, FSDPModule)]
+        managed = [each for _, groups in torch_states(self._model) for group in groups for each in group.fsdp_params]
+        unsharded = {vars(each).get("_unsharded_param") for each in managed}
         for name, parameter in self._model.named_parameters():
-            if is_ours and type(parameter) is nn.Parameter:
+            if wrapped and type(parameter) is nn.Parameter and parameter not in unsharded:
                 continue  # an ignored parameter: ranks may have values of their own
             around = [each for each in wrapped if name.startswith(f"{each}.")]
             units[max(around, key=len, default="")].add(parameter)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from yafsdp_cc.checkpoint.files import writing
 from yafsdp_cc.checkpoint.ranks import place_in, together
 from yafsdp_cc.ranks.checks import all_gather_objects
 
@@ -138,14 +139,18 @@ def transfer(
     sent = [each for each in transfers if each.source == rank]
     received = [each for each in transfers if each.target == rank]
     with together(group):  # room is taken first: writing to a mapped file of a full memory would kill the process
-        for each in received:
-            unfinished = _part_of(folder, each)
-            with suppress(FileNotFoundError):  # a file of an earlier snapshot is written over in place
-                (folder / each.name).rename(unfinished)
-            with unfinished.open("ab") as file:
-                file.truncate(each.size)
-                if each.size:
-                    os.posix_fallocate(file.fileno(), 0, each.size)
+        try:
+            with writing(folder, sum(each.size for each in received)):
+                for each in received:
+                    unfinished = _part_of(folder, each)
+                    with suppress(FileNotFoundError):  # a file of an earlier snapshot is written over in place
+                        (folder / each.name).rename(unfinished)
+                    with unfinished.open("ab") as file:
+                        file.truncate(each.size)
+                        if each.size:
+                            os.posix_fallocate(file.fileno(), 0, each.size)
+        except OSError as error:  # without room for it no rank can use the snapshot
+            raise ValueError(str(error)) from error
     # Issue all receives first: ranks that only received once their own message was taken could wait in a circle.
     works: dict[Transfer, list[dist.Work]] = {}
     for each in received:

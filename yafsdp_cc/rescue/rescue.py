@@ -54,8 +54,8 @@ from yafsdp_cc.checkpoint.reader import CheckpointReader
 from yafsdp_cc.checkpoint.save import collect, save, wait_for_saves
 from yafsdp_cc.checkpoint.state import as_sequence, host_copy, unwrapped
 from yafsdp_cc.checkpoint.writer import CheckpointWriter
-from yafsdp_cc.fsdp2.module import require_state, sharded_parts
-from yafsdp_cc.ranks.checks import all_gather_objects
+from yafsdp_cc.fsdp2.module import drop_unreduced, require_state, sharded_parts
+from yafsdp_cc.ranks.checks import all_gather_objects, table_of_ranks
 from yafsdp_cc.replicas.sync import local_of, refuse_sync
 from yafsdp_cc.rescue.memory import MEMORY, folder_of_run, locked_by_rank
 from yafsdp_cc.rescue.nodes import LostError, Nodes, Transfer, copy_to_buddies, fetch, files_in
@@ -159,6 +159,7 @@ class Rescue:
         _all.add(self)
         self._engines: list[GroupContext] = []
 
+    @torch.inference_mode(False)  # tensors made in inference mode cannot be trained on
     def restore(self) -> int:
         """Load the newest snapshot of which every file is in some node's memory, else the checkpoint at ``path``.
 
@@ -254,8 +255,8 @@ class Rescue:
         with trying(""):
             if path is not None and (saved := _step_at(path, self._ranks)) >= 0:
                 found.append((saved, ""))
-        for _, part in sharded_parts(self._model) if found else ():
-            require_state(part).reset()  # drops gradients of micro-batches that are not reduced yet
+        if found:
+            drop_unreduced(self._model)
         for step, name in sorted(found, reverse=True):  # a snapshot comes before a checkpoint of the same step
             extra = None
             with trying(name):
@@ -284,17 +285,25 @@ class Rescue:
         def bring(names: Collection[str]) -> None:
             moved.extend(fetch(names, folder, self._nodes, ranks.back))
 
+        @contextmanager
+        def present(name: str) -> Iterator[None]:
+            came = fetch([name], folder, self._nodes, ranks.back)
+            with together(ranks.front):
+                yield
+            for each in came:  # another rank's file may have residuals as large as the model: no node keeps it
+                if each.target == self._nodes.rank and each.name != files.extra_name(*place_in(ranks.back)):
+                    (folder / each.name).unlink()
+
         with together(ranks.front):
             folder.mkdir(exist_ok=True)
         bring([METADATA])
         with together(ranks.front):  # a table damaged on one node fails on all ranks
-            reader = CheckpointReader(folder, bring)
-        sums = reader.extra_sums or []
-        bring([files.extra_name(rank, len(sums)) for rank in range(len(sums))])
+            reader = CheckpointReader(folder, bring, present)
         extra = load_from(lambda: reader, self._model, self._optimizers, ranks)
         came = {each.name for each in moved if each.name.endswith(".distcp")}
         return extra, f"memory ({len(came)} of {len(reader.names)} parts from another node)" if came else "memory"
 
+    @torch.inference_mode(False)  # in which nobody can copy a parameter
     def step(self) -> None:
         """Count a finished step; begin a snapshot if it is time for one, a collective, and wait for one that is late.
 
@@ -308,6 +317,8 @@ class Rescue:
             raise RuntimeError("call Rescue.restore() before the first step: it says how many steps are finished")
         self._steps += 1
         self._tell_progress()
+        if self._path is not None and self._save_every and self._steps % self._save_every == 0:
+            save(self._path, self._model, self._optimizers, asynchronous=True, **self._extra())
         if self._steps >= self._next:  # later than ``_next`` if a snapshot failed and the program went on
             self._snapshot()
         # All ranks wait behind the same steps, and none waits for good. A rank that waits has issued all collectives of
@@ -317,15 +328,14 @@ class Rescue:
         # snapshot that is late. ``save`` writes the checkpoint at ``path`` with threads and a group of its own.
         if self._steps - self._whole >= self._every:
             self._wait()
-        if self._path is not None and self._save_every and self._steps % self._save_every == 0:
-            save(self._path, self._model, self._optimizers, asynchronous=True, **self._extra())
 
     def close(self) -> None:
         """Wait for the snapshot under way, and remove the snapshots: this training is over. A collective.
 
         A program that is started again makes it again, from the checkpoint at ``path`` or from the beginning.
         """
-        self._wait()
+        with suppress(RuntimeError):  # nobody needs that snapshot any more
+            self._wait()
         if self._steps >= 0:
             self._thread.shutdown()
             all_gather_objects(None, self._ranks.back)
@@ -457,7 +467,7 @@ def _step_of(name: str) -> int:
 
 
 def _step_at(path: Path, ranks: Ranks) -> int:
-    """Return the number of steps of the checkpoint at ``path``; -1 where there is none. A collective."""
+    """Return the number of steps of the checkpoint at ``path``, the same for all ranks; -1 where there is none."""
     step: Any = -1
     with together(ranks.front):
         folder = files.complete(files.place(path))
@@ -470,6 +480,10 @@ def _step_at(path: Path, ranks: Ranks) -> int:
                     f"{folder} does not tell its step, as Rescue did not save it: read it by load(), and name another "
                     "path here"
                 )
+    steps = all_gather_objects(step, ranks.front)
+    if len(set(steps)) > 1:
+        seen = table_of_ranks(f"a checkpoint behind step {each}" if each >= 0 else "none" for each in steps)
+        raise ValueError(f"ranks see other checkpoints at {path}: mount one file system there on all nodes\n{seen}")
     return int(step)
 
 
