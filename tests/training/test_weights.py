@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
 
 import yafsdp_cc
 from tests.models import WIDTH, Block, Mlp, stack
@@ -60,12 +62,58 @@ def test_functional_call_uses_the_given_parameters_or_is_refused() -> None:
     model, plain = twins(Mlp)
     x = mine(inputs())
     given = {name: torch.randn_like(parameter) for name, parameter in plain.named_parameters()}
-    truth = torch.func.functional_call(plain, given, x)
+    truth = functional_call(plain, given, x)
     found: list[Tensor] = []
-    refused = refusal(lambda: found.append(torch.func.functional_call(model, given, x)))
+    refused = refusal(lambda: found.append(functional_call(model, given, x)))
     assert "weight" in refused if refused else torch.equal(found[0], truth)
     assert "weight" not in model.leave.__dict__
     trains_on(model, plain, square, [inputs()])
+
+
+class Gives(nn.Module):
+    """Gives its layers weights that one of them has made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.makes, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+        self.pair = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False))
+        self.pair[1].weight = self.pair[0].weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        made, layer = self.makes(x).mean(0), self.pair[0]
+        weight = layer.weight * made
+        both = functional_call(self.pair, {"0.weight": weight}, (x,)) + self.pair(x)
+        several = torch.func.vmap(lambda each: functional_call(self.norm, {"weight": each}, (x,)))(weight).sum(0)
+        held, layer._parameters["weight"] = layer._parameters["weight"], weight
+        nested = functional_call(layer, {"weight": weight.cos(), "bias": made}, (x,)) + layer(x)
+        with pytest.raises(RuntimeError, match="shape"):
+            functional_call(layer, {"weight": weight[:, 1:]}, (x,))
+        nested += layer(x)
+        layer._parameters["weight"] = held
+        return self.norm(both + several + nested + layer(x))
+
+
+class GivesToUnits(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.makes = nn.Linear(WIDTH, WIDTH)
+        self.units = nn.ModuleList(Gives() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        made, first, second, third = self.makes(x).mean(0), *self.units
+        x = checkpoint(second, first(x), use_reentrant=False)
+        same = functional_call(third, dict(third.named_parameters()), (x,))
+        out: Tensor = functional_call(third, {"norm.bias": made, "makes.weight": made.diag()}, (x,)) + third(x) + same
+        return out
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@ranks(2)
+def test_a_forward_gives_layers_and_units_other_weights(stage: int) -> None:
+    model, plain = twins(GivesToUnits, units=[Gives], zero_stage=stage)
+    trains_on(model, plain, square, [inputs(step=step) for step in range(2)], within=1e-5)
+    with torch.no_grad():
+        agrees(model, plain, mine(inputs()), within=1e-5)
 
 
 class Prompt(nn.Module):

@@ -64,10 +64,9 @@ class FSDPParam(StepState):
         self.wrap = wrap
         spec.owner = weakref.ref(self)
         self.sites = tuple(sites)
-        # A module's instance attributes come before ``Module.__getattr__``, so its forward reads a view put in
-        # ``__dict__``. ``named_parameters()`` shows the view during the forward (``ModuleParameters``), and the sharded
-        # parameter otherwise.
-        self._places = tuple((module.__dict__, attribute) for module, attribute in sites)
+        self.shown: Tensor | None = None
+        """What forwards read as the parameter. It is in the ``__dict__`` of its modules, which comes before
+        ``Module.__getattr__``, except where the program has replaced the parameter (``ModuleParameters``)."""
         self._lists = tuple(
             (module._flat_weights, module._flat_weights_names.index(attribute))
             for module, attribute in sites
@@ -140,15 +139,18 @@ class FSDPParam(StepState):
         view._is_param = True  # makes isinstance(view, nn.Parameter) true
         if self.notes:
             view.__dict__.update(self.notes)
-        for place, attribute in self._places:
-            place[attribute] = view
+        self.shown = view
+        for module, attribute in self.sites:
+            if module._parameters.get(attribute) is self.parameter:
+                module.__dict__[attribute] = view
         for weights, index in self._lists:
             weights[index] = view
 
     def register_sharded(self) -> None:
         """Let the modules read the sharded parameter again."""
-        for place, attribute in self._places:
-            place.pop(attribute, None)
+        self.shown = None
+        for module, attribute in self.sites:
+            module.__dict__.pop(attribute, None)
         for weights, index in self._lists:
             weights[index] = self.parameter
 
@@ -391,9 +393,7 @@ class FlatParam:
     def send_buffer(self, own: Tensor, *, in_place: bool) -> Tensor:
         """Return the shard in the dtype of ``own`` [chunk]: the shard itself if that is its dtype and not ``in_place``,
         else ``own``, with a copy of the shard."""
-        if not in_place and own.dtype == self.sharded.dtype:
-            return self.sharded
-        return own.copy_(self.sharded)
+        return self.sharded if not in_place and own.dtype == self.sharded.dtype else own.copy_(self.sharded)
 
     def read(self, target: Tensor, start: int = 0) -> None:
         """Copy the elements of the shard from ``start`` on to ``target``, cast to its dtype."""

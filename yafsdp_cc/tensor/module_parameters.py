@@ -29,15 +29,28 @@ if TYPE_CHECKING:
 class ModuleParameters(dict[str, "torch.nn.Parameter | None"]):
     """``module._parameters`` of a module that holds sharded parameters.
 
-    ``d[name]`` is always the sharded parameter. ``items()`` and ``values()``, and so ``named_parameters()``, return
-    what the module computes with now: the unsharded weight that ``FSDPParam.register_unsharded`` has set, else the
-    sharded parameter; hooks of a backward get the sharded one. Within a forward a parameter of another unit appears as
-    ``CastWhenUsed``, so that ``next(self.parameters()).dtype`` is the compute dtype.
+    ``d[name]`` is the sharded parameter, or what the program has put in its place, as ``torch.func.functional_call``
+    does. ``items()`` and ``values()``, and so ``named_parameters()``, return what the module computes with now: the
+    unsharded weight (``FSDPParam.shown``) if there is one, else ``d[name]``; hooks of a backward get the sharded one.
+    Within a forward a parameter of another unit appears as ``CastWhenUsed``, so that ``next(self.parameters()).dtype``
+    is the compute dtype.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__(module._parameters)
         self._attributes = module.__dict__
+        held: dict[str, Any] = dict(super().items())
+        self._params = {name: owner_of(each.shard_spec) for name, each in held.items() if isinstance(each, FlatDTensor)}
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        """Let the module compute with ``value``, until the sharded parameter or its unsharded weight is put back."""
+        if (param := self._params.get(name)) is not None:
+            if isinstance(value, CastWhenUsed):
+                value = value._parameter
+            was_shown = self._attributes.pop(name, None) is not None
+            if param.shown is not None and (value is param.parameter or (value is param.shown and not was_shown)):
+                self._attributes[name], value = param.shown, param.parameter
+        super().__setitem__(name, value)
 
     def values(self) -> ValuesView[Any]:  # type: ignore[override]
         return dict(self.items()).values()
@@ -51,9 +64,8 @@ class ModuleParameters(dict[str, "torch.nn.Parameter | None"]):
         if shows_shards and self._attributes.keys().isdisjoint(held):
             return held.items()
         for name, parameter in held.items():
-            param = owner_of(parameter.shard_spec) if isinstance(parameter, FlatDTensor) else None
-            engine = None if param is None else engine_of(param)
-            if param is None or engine is None:
+            param = self._params.get(name)
+            if param is None or param.parameter is not parameter or (engine := engine_of(param)) is None:
                 continue
             engine.drop_interrupted()
             in_forward = engine.context.in_forward or is_run_again
