@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.func import functional_call
+from torch.nn.utils.parametrize import register_parametrization, remove_parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import yafsdp_cc
@@ -114,6 +115,39 @@ def test_a_forward_gives_layers_and_units_other_weights(stage: int) -> None:
     trains_on(model, plain, square, [inputs(step=step) for step in range(2)], within=1e-5)
     with torch.no_grad():
         agrees(model, plain, mine(inputs()), within=1e-5)
+
+
+class Doubled(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return 2 * weight
+
+
+class Parametrizes(Mlp):
+    """Parametrizes frozen weights for the time of a forward, as LoRA of PEFT does for ``target_parameters``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = [block[0] for block in self.blocks]
+        for layer in self.frozen:
+            layer.weight.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.frozen:
+            register_parametrization(layer, "weight", Doubled())
+        out = super().forward(x)
+        for layer in self.frozen:
+            remove_parametrizations(layer, "weight", leave_parametrized=False)
+        return out
+
+
+@ranks(2)
+def test_a_forward_parametrizes_frozen_weights_that_are_whole_and_others_are_refused() -> None:
+    model, plain = twins(Parametrizes, units=[Parametrizes])
+    with pytest.raises(RuntimeError, match=r"'blocks\.0\.0\.weight' was deleted .*pass it in ignored_params"):
+        model(mine(inputs()))
+    other: Any = seeded(Parametrizes)
+    yafsdp_cc.shard(other, ignored_params=[layer.weight for layer in other.frozen])
+    agrees(other, plain, mine(inputs()))
 
 
 class Prompt(nn.Module):

@@ -52,6 +52,14 @@ class ModuleParameters(dict[str, "torch.nn.Parameter | None"]):
                 self._attributes[name], value = param.shown, param.parameter
         super().__setitem__(name, value)
 
+    def __delitem__(self, name: str) -> None:
+        if (param := self._params.get(name)) is not None and param.shown is not None:
+            raise RuntimeError(
+                f"'{param.spec.name}' was deleted while it is gathered, as by register_parametrization in a forward "
+                "(LoRA of PEFT with target_parameters): if it is frozen, pass it in ignored_params, to leave it whole"
+            )
+        super().__delitem__(name)
+
     def values(self) -> ValuesView[Any]:  # type: ignore[override]
         return dict(self.items()).values()
 
