@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import yafsdp_cc
-from tests.compression.ledger import Ledger, gradients, loss_of, net, sharded, unsent
+from tests.compression.ledger import Ledger, gradients, loss_of, sharded, unsent
 from tests.optim import slopes
 from tests.ranks import on_ranks, ranks
 from yafsdp_cc import Compression
@@ -240,26 +240,6 @@ def test_gradients_that_wait_for_the_last_micro_batch_are_resumed(tmp_path: Any)
         yafsdp_cc.load(tmp_path / "step", model)
         assert all(each.equal(kept[name]) for name, each in unsent(model).items())
         yafsdp_cc.save(tmp_path / "step", model)
-
-
-@ranks(2)
-def test_residuals_of_before_a_layer_was_unfrozen_are_resumed(tmp_path: Any) -> None:
-    """In the running model, whose layer has residuals by then, which the checkpoint lacks."""
-    model = net()
-    model[2].requires_grad_(False)
-    yafsdp_cc.shard(model, units=[nn.Linear], compression=Compression(gradients="int4", residual="fp32"))
-    loss_of(model, 0).backward()
-    yafsdp_cc.save(tmp_path / "step", model)
-    kept = local_residuals(require_state(model))
-    model[2].requires_grad_(True)
-    loss_of(model, 1).backward()
-    yafsdp_cc.load(tmp_path / "step", model)
-    found = local_residuals(require_state(model))
-    assert found.keys() - kept.keys() == {"2.weight"}
-    for name, each in found.items():
-        before = kept[name]["values"] if name in kept else torch.zeros_like(each["values"])
-        assert each["values"].equal(before), name
-        assert not each["owed"].any()
 
 
 @ranks(2)

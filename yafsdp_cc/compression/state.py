@@ -194,20 +194,14 @@ def load_local_residuals(state: FSDPState, saved: Mapping[str, Any]) -> bool:
     if any(compressed.is_tuned for _, compressed in compressed_sums(state)):
         return False
     ours = {flat.name: (flat, each) for flat, each in compressed_sums(state) if each.residual is not None}
-    if not saved.keys() <= ours.keys():
+    if ours.keys() != saved.keys() or any(saved[name]["fits"] != _form(state, *pair) for name, pair in ours.items()):
         return False
-    if any(each["fits"] != _form(state, *ours[name]) for name, each in saved.items()):
-        return False
-    if any(("lowrank" in each) != (ours[name][1].factors is not None) for name, each in saved.items()):
+    if any(("lowrank" in saved[name]) != (each.factors is not None) for name, (_, each) in ours.items()):
         return False  # factors of small matrices are empty, which their number in the form does not tell from none
     for name, (_, compressed) in ours.items():
-        compressed.reset()
-        if name not in saved:  # of parameters that were frozen then, and are trained in this run
-            compressed.clear()
-            compressed.carried_over = None
-            continue
         values, residual = saved[name], compressed.residual
         assert residual is not None
+        compressed.reset()
         if compressed.factors is not None:
             factors, compressed.factors.sends_right = values["lowrank"]
             compressed.factors.factors.copy_(factors)
