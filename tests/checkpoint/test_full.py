@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import distribute_tensor
 
 import yafsdp_cc
 from tests.checkpoint.jobs import job, same
@@ -112,6 +113,16 @@ def test_of_experts_that_were_divided_by_hand(tmp_path):
         with pytest.raises(ValueError, match=said):
             call()
     assert not list(tmp_path.iterdir())
+
+
+@ranks(2)
+def test_of_replicas_that_round_otherwise(tmp_path):
+    """As on processors with other instructions; and where one rank alone has a part of a tensor."""
+    model = nn.Linear(64, 64)
+    model.weight.data.mul_(1 + 1e-5 * dist.get_rank())
+    yafsdp_cc.save(tmp_path / "plain", model)
+    model.alone = nn.Parameter(distribute_tensor(torch.ones(4), DeviceMesh("cpu", [0])), requires_grad=False)
+    yafsdp_cc.save(tmp_path / "with a tensor of one rank", model)
 
 
 @ranks(4)

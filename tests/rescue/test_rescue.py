@@ -885,7 +885,7 @@ def test_stages_of_a_pipeline_are_refused(tmp_path: Path, is_sharded: bool) -> N
                 rescue.restore()
             return
         rescue.restore()
-        nn.init.constant_(stage.weight, dist.get_rank())
+        nn.init.constant_(stage.weight, 1 + dist.get_rank())
         with pytest.raises(ValueError, match="'weight' has other values on rank 1 than on rank 0"):
             rescue.step()
 

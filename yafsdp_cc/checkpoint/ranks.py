@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import warnings
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -18,13 +18,13 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.tensor import DTensor
 
 from yafsdp_cc.fsdp2.module import ShardedModule, ranks_of_model, require_state, sharded_parts
-from yafsdp_cc.ranks.checks import all_gather_objects, check_settings, checksum
+from yafsdp_cc.ranks.checks import all_gather_objects, check_settings
 from yafsdp_cc.ranks.groups import group_once, new_group, timeout_of
 from yafsdp_cc.replicas.sync import local_of, sync_of
 
 Group: TypeAlias = "tuple[dist.ProcessGroup, ...]"
 """A gloo group, as ``ranks.mesh`` takes it; () for a single process."""
-_COMPARED = 1 << 16
+_COMPARED = 16
 """Number of a parameter's elements, at most, that ranks compare: parameters of other modules differ in their first."""
 
 
@@ -89,20 +89,27 @@ def check_is_one_model(call: str, model: nn.Module) -> None:
 def check_is_one_value(call: str, model: nn.Module, group: Group) -> None:
     """Raise a ``ValueError`` on every rank if some have other values under one name, as a pipeline's stages may.
 
-    Compared are the first ``_COMPARED`` elements of what each rank has of a model that is plain or has sharded parts. A
-    sharded model's names are those of its ranks alone, and ignored parameters may differ. A collective of ``group``.
+    Compared are the first ``_COMPARED`` elements of what each rank has of a model that is plain or has sharded parts,
+    but for rounding, which replicas on different processors may have. A sharded model's names are those of its ranks
+    alone, and ignored parameters may differ. A collective of ``group``.
     """
     if not group or isinstance(model, ShardedModule) or sync_of(model) is not None:
         return
-    named = {name: param for name, param in model.named_parameters() if type(local_of(param)) is Tensor}
-    is_plain = not any(isinstance(param, DTensor) for param in named.values())
-    compared = {name: param for name, param in named.items() if is_plain or isinstance(param, DTensor)}
-    own = {name: part_and_checksum(param, _COMPARED) for name, param in compared.items() if not param.is_meta}
-    members, known = dist.get_process_group_ranks(group[0]), dict[tuple[str, Hashable], tuple[int, int]]()
-    for rank, sums in zip(members, all_gather_objects(own, group), strict=True):
-        for name, (part, value) in sums.items():
-            expected, other = known.setdefault((name, part), (value, rank))
-            if value != expected:
+    with together(group):
+        named = {name: param for name, param in model.named_parameters() if type(local_of(param)) is Tensor}
+        is_plain = not any(isinstance(param, DTensor) for param in named.values())
+        compared = {name: param for name, param in named.items() if is_plain or isinstance(param, DTensor)}
+        own = {
+            name: (part, local_of(param).reshape(-1)[:_COMPARED].double().tolist())
+            for name, param in compared.items()
+            if not (param.is_meta or param.is_complex()) and (part := part_of(param)) is not None
+        }
+    known: dict[tuple[str, tuple[int, ...]], tuple[list[float], int]] = {}
+    for rank, values in zip(dist.get_process_group_ranks(group[0]), all_gather_objects(own, group), strict=True):
+        for name, (part, found) in values.items():
+            expected, other = known.setdefault((name, part), (found, rank))
+            most = 1e-3 * max(map(abs, expected), default=0.0)
+            if any(abs(one - two) > most for one, two in zip(found, expected, strict=False)):
                 raise ValueError(
                     f"{call}: '{name}' has other values on rank {rank} than on rank {other}, and a checkpoint keeps "
                     "one. Stages of a pipeline are saved each at a path of its own, once each is sharded across its "
@@ -110,14 +117,13 @@ def check_is_one_value(call: str, model: nn.Module, group: Group) -> None:
                 )
 
 
-def part_and_checksum(parameter: Tensor, most: int | None = None) -> tuple[Hashable, int]:
-    """Return an id of this rank's part of a parameter, equal where values must be, and the checksum of that part, or of
-    its first ``most`` elements."""
-    part: tuple[int, ...] = ()
-    if isinstance(parameter, DTensor):
-        where = parameter.device_mesh.get_coordinate() or ()
-        part = tuple(at for at, how in zip(where, parameter.placements, strict=True) if not how.is_replicate())
-    return part, checksum(local_of(parameter).reshape(-1)[:most])
+def part_of(parameter: Tensor) -> tuple[int, ...] | None:
+    """Return an id of this rank's part of a parameter, equal where values must be; None if this rank has no part."""
+    if not isinstance(parameter, DTensor):
+        return ()
+    if (where := parameter.device_mesh.get_coordinate()) is None:
+        return None
+    return tuple(at for at, how in zip(where, parameter.placements, strict=True) if not how.is_replicate())
 
 
 def meet(call: str, model: nn.Module, settings: dict[str, object], *, beside: bool = False) -> Ranks:

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from yafsdp_cc.checkpoint.ranks import meet, part_and_checksum
+from yafsdp_cc.checkpoint.ranks import meet, part_of
 from yafsdp_cc.checkpoint.state import as_sequence, plain_name, unwrapped
 from yafsdp_cc.fsdp2.module import torch_states
-from yafsdp_cc.ranks.checks import all_gather_objects, named_ranks
-from yafsdp_cc.replicas.sync import refuse_sync
+from yafsdp_cc.ranks.checks import all_gather_objects, checksum, named_ranks
+from yafsdp_cc.replicas.sync import local_of, refuse_sync
 
 if TYPE_CHECKING:
     from yafsdp_cc.checkpoint.state import Optimizers
@@ -68,9 +68,8 @@ class DivergenceWatch:
         self._compared += 1
         known = set().union(*units.values())
         names: dict[Tensor, str] = {each: plain_name(name) for name, each in self._model.named_parameters()}
-        own = {
-            name: part_and_checksum(each) for each, name in names.items() if each in units[unit] or _is_replicated(each)
-        }
+        chosen = {each: name for each, name in names.items() if each in units[unit] or _is_replicated(each)}
+        own = {name: (part_of(each) or (), checksum(local_of(each))) for each, name in chosen.items()}
         for optimizer in self._optimizers:
             for parameter, state in optimizer.state.items():
                 if "step" in state and (parameter in known or parameter not in names):

@@ -190,7 +190,6 @@ class Rescue:
         self._ranks = ranks = meet("Rescue.restore()", self._model, settings, beside=True)
         check_is_one_model("Rescue.restore()", self._model)
         refuse_sync("Rescue", self._model)
-        check_is_one_value("Rescue.restore()", self._model, ranks.front)
         if ranks.front and ranks.front[0].size() < dist.get_world_size():
             raise ValueError(
                 f"Rescue.restore(): the model is on {ranks.front[0].size()} of {dist.get_world_size()} ranks, and the "
@@ -368,7 +367,7 @@ class Rescue:
         self._wait()
         self._next = self._steps + self._every - self._took
         self._engines = [require_state(part).context for _, part in sharded_parts(self._model)]
-        if self._kept is None:  # stages of a pipeline may have been equal before they were trained
+        if self._kept is None:  # not in ``restore``, which may load all values; and stages are told apart by training
             check_is_one_value("Rescue.step()", self._model, self._ranks.front)
         compressed = compression.sharded_state(self._model, means=False)
         state, content = collect(self._model, self._optimizers, self._extra(), compressed, self._ranks.front)
