@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import yafsdp_cc
@@ -537,6 +538,16 @@ def test_a_plain_tensor_of_one_rank_s_part_is_refused(tmp_path):
         train(model, optimizer, 1)
         yafsdp_cc.load(tmp_path / form, model, optimizer)
         same(contents(model, optimizer), truth)
+
+
+@ranks(2)
+def test_a_plain_number_beside_as_many_elements_as_ranks_is_saved(tmp_path):
+    model = nn.Linear(8, 2)
+    fully_shard(model)  # a rank has one element of the bias
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for parameter in model.parameters():
+        optimizer.state[parameter]["count"] = torch.ones(1)
+    yafsdp_cc.save(tmp_path / "step", model, optimizer)
 
 
 # What does not fit

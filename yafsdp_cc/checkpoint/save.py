@@ -190,7 +190,7 @@ def _plain_parts(state: dict[str, Any]) -> dict[str, bool]:
         if isinstance(weight := state[MODEL].get(name), DTensor)
         for kind, value in values.items()
         for each in tree_leaves(value)
-        if type(each) is Tensor and each.dim() and each.shape == local_of(weight).shape
+        if type(each) is Tensor and each.numel() != 1 and each.shape == local_of(weight).shape
     }
 
 
