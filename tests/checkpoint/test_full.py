@@ -117,7 +117,7 @@ def test_of_experts_that_were_divided_by_hand(tmp_path):
 
 @ranks(2)
 def test_of_replicas_that_round_otherwise(tmp_path):
-    """As on processors with other instructions; and where one rank alone has a part of a tensor."""
+    """Processors with other instructions round otherwise; and one rank alone may have a part of a tensor."""
     model = nn.Linear(64, 64)
     model.weight.data.mul_(1 + 1e-5 * dist.get_rank())
     yafsdp_cc.save(tmp_path / "plain", model)
@@ -128,7 +128,7 @@ def test_of_replicas_that_round_otherwise(tmp_path):
 @ranks(4)
 @pytest.mark.parametrize("shard", [None, yafsdp_cc.shard, fully_shard])
 def test_of_stages_of_a_pipeline(tmp_path, shard):
-    """Whose parameters have one name and other values on each stage, until a path of its own tells them apart."""
+    """Parameters of two stages have one name and other values; a path for each stage tells them apart."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "data"))
     place = mesh["pipeline"].get_local_rank()
     stages = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))[place::2]  # this rank's stages

@@ -872,7 +872,7 @@ def test_ranks_with_other_settings_are_told(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("is_sharded", [False, True])
 def test_stages_of_a_pipeline_are_refused(tmp_path: Path, is_sharded: bool) -> None:
-    """Also where all of them begin with the same values, and only training tells them apart."""
+    """Plain stages may begin with the same values: only training tells these stages apart."""
 
     def body() -> None:
         os.environ[MEMORY] = str(tmp_path)

@@ -145,7 +145,7 @@ def uneven(model: nn.Module) -> Iterator[UnevenBatches]:
             return grad * weight if weight else torch.zeros_like(grad)
 
         def register(tensor: Tensor) -> Tensor:
-            if tensor.requires_grad and all(tensor is not each for each in seen):  # returned twice, weighed once
+            if tensor.requires_grad and all(tensor is not each for each in seen):  # a model may return a tensor twice
                 tensor.register_hook(weighed)
             seen.append(tensor)
             return tensor

@@ -65,8 +65,8 @@ class FSDPParam(StepState):
         spec.owner = weakref.ref(self)
         self.sites = tuple(sites)
         self.shown: Tensor | None = None
-        """What forwards read as the parameter. It is in the ``__dict__`` of its modules, which comes before
-        ``Module.__getattr__``, except where the program has replaced the parameter (``ModuleParameters``)."""
+        """Tensor that forwards read as the parameter. The ``__dict__`` of its modules, where torch looks before
+        ``Module.__getattr__``, holds it, unless the program has replaced the parameter (``ModuleParameters``)."""
         self._lists = tuple(
             (module._flat_weights, module._flat_weights_names.index(attribute))
             for module, attribute in sites

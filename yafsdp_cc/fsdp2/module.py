@@ -590,13 +590,13 @@ def drop_unreduced(module: nn.Module) -> None:
     for _, part in sharded_parts(module):
         require_state(part).reset()
     for state, groups in torch_states(module):
-        if state._is_root and hasattr(state, "_reset_iter_state"):  # not in torch 2.11
+        if state._is_root and hasattr(state, "_reset_iter_state"):  # torch 2.11 has no such method
             state._reset_iter_state()
         for group in groups:
             group._partial_reduce_output = None
             for param in group.fsdp_params:
                 param.unsharded_accumulated_grad = None
-                if hasattr(param, "_unsharded_param"):  # since the first forward
+                if hasattr(param, "_unsharded_param"):  # a first forward makes it
                     param._unsharded_param.grad = None
 
 

@@ -42,14 +42,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from yafsdp_cc.checkpoint import compression, files
 from yafsdp_cc.checkpoint.files import METADATA
 from yafsdp_cc.checkpoint.load import load, load_from
-from yafsdp_cc.checkpoint.ranks import (
-    by_torch,
-    check_is_one_model,
-    check_is_one_value,
-    meet,
-    place_in,
-    together,
-)
+from yafsdp_cc.checkpoint.ranks import by_torch, check_is_one_model, check_is_one_value, meet, place_in, together
 from yafsdp_cc.checkpoint.reader import CheckpointReader
 from yafsdp_cc.checkpoint.save import collect, save, wait_for_saves
 from yafsdp_cc.checkpoint.state import as_sequence, host_copy, unwrapped
@@ -302,7 +295,7 @@ class Rescue:
         came = {each.name for each in moved if each.name.endswith(".distcp")}
         return extra, f"memory ({len(came)} of {len(reader.names)} parts from another node)" if came else "memory"
 
-    @torch.inference_mode(False)  # in which nobody can copy a parameter
+    @torch.inference_mode(False)  # inference mode refuses copies of parameters
     def step(self) -> None:
         """Count a finished step; begin a snapshot if it is time for one, a collective, and wait for one that is late.
 
@@ -367,7 +360,7 @@ class Rescue:
         self._wait()
         self._next = self._steps + self._every - self._took
         self._engines = [require_state(part).context for _, part in sharded_parts(self._model)]
-        if self._kept is None:  # not in ``restore``, which may load all values; and stages are told apart by training
+        if self._kept is None:  # ``restore`` may have loaded all values, and training tells stages apart
             check_is_one_value("Rescue.step()", self._model, self._ranks.front)
         compressed = compression.sharded_state(self._model, means=False)
         state, content = collect(self._model, self._optimizers, self._extra(), compressed, self._ranks.front)
