@@ -640,7 +640,8 @@ def _reduce_zeros(group: ParamGroup, *, sums_over_replicas: bool) -> None:
         # a completed reduce continues over replicas if ``sums`` says so: complete reduces before ``sums`` changes
         context.wait_for_reduces()
         context.replicas.sums = sums_over_replicas
-    # with ``requires_gradient_sync`` set ``take_grads`` takes a buffer of the pool; the rollback restores the setting
+    # ``take_grads`` takes a buffer of the pool where ``requires_gradient_sync`` is set; ``BatchRollback`` restores the
+    # setting
     group.spec.settings.requires_gradient_sync = True
     group.take_grads(group.flats_with_grads())
     group.accepts_in = -1

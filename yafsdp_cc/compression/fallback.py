@@ -144,7 +144,7 @@ class CodecFallback(CompressionObserver):
         if self._names != [each.name for each in measured]:
             self._names = [each.name for each in measured]
             self._readback = PinnedCopy(len(found), torch.float64, state.context.device)
-        # on CUDA these are the numbers of the previous judgement: reading the present ones would synchronize
+        # on CUDA ``numbers`` are those of the last call: the host would have to wait for those of ``found``
         numbers = self._readback.receive(found)
         if numbers is not None:
             self._act(measured, numbers)
@@ -246,7 +246,7 @@ class CodecFallback(CompressionObserver):
             name, codec = name_of(flat, compressed), self._config.codec_for(flat.name)
             fallen = self._codecs.get(name, codec)
             if AUTO in (codec, fallen) or self._config.bits(fallen) <= self._config.bits(codec):
-                self._codecs.pop(name, None)  # the present codec has as many bits, or the autotuner chooses it
+                self._codecs.pop(name, None)  # the configured codec has as many bits, or the autotuner chooses one
                 fallen = codec
             if fallen not in (AUTO, compressed.codec_name):
                 set_codecs(state, {flat: fallen})

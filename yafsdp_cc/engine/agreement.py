@@ -90,7 +90,7 @@ class Agreement(StepState):
         return self.hashes.setdefault(operation, zlib.crc32(repr(operation).encode()))
 
     def follow(self, operation: Operation, flats: Sequence[FlatParam], describe: Describe) -> None:
-        """Ask all ranks for their next operation unless ``operation`` is expected; expect it here the next time."""
+        """Ask all ranks for their next operation, unless ``operation`` followed the previous one the last time, too."""
         usual = self.followers.get(self.path, self.followers.get(self.context))
         if not (self._goes_on(operation) if usual is None else usual == self.hash(operation)):
             self.ask(operation, flats, describe)
@@ -126,7 +126,7 @@ class Agreement(StepState):
         self._answered = key
 
     def _forget(self, key: str) -> None:
-        """Remove the question ``key`` from the store: a rank that answers the next question has read its verdict."""
+        """Remove the question ``key`` and its verdict from the store; ranks that answer a later one have read it."""
         with suppress(RuntimeError):  # some stores cannot remove keys
             for each in (key, f"{key}/over") if key else ():
                 self._store.delete_key(each)

@@ -246,7 +246,7 @@ def usage_flags(reduced: Mapping[FSDPParam, bool], count: int, is_fed: Callable[
 
 
 def _asks(param: FSDPParam) -> bool:
-    """Whether it matters if another rank has used a parameter of which this rank has written no gradient."""
+    """Return whether ``hand_out_grads`` has to know if another rank has used ``param``, which this rank has not."""
     parameter = param.parameter
     return parameter.requires_grad and (parameter.grad is None or bool(parameter._post_accumulate_grad_hooks))
 

@@ -704,7 +704,7 @@ class IterationState:
             return make_gate()
 
     def gate(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Make the root gate over ``tensors`` and the replicated parameters; return the gated tensors."""
+        """Pass ``tensors`` and the replicated parameters through a ``Gate`` of the root; return the gated tensors."""
         self.has_gate = True
         self.trains = bool(tensors) or any(param.parameter.requires_grad for param in self.state.root_replicated)
         self.trained, inputs = self.state.replicated.register_unsharded()

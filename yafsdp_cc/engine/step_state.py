@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class _Member:
     default: Any
-    """Value at first and after ``drop_members``, or a class or function that makes it."""
+    """The member's value in a new ``StepState`` and after ``drop_members``, or a function that makes this value."""
     is_dropped: bool = True
     """Whether ``drop_members`` sets the member to its default again."""
     is_saved: bool = True
@@ -54,7 +54,7 @@ class StepState:
         return made
 
     def has_unreduced(self) -> bool:
-        """Return whether an ``unreduced`` member has gradients."""
+        """Return whether a member declared by ``unreduced`` has gradients that wait for a reduce."""
         members = _members_of(type(self))
         return any(getattr(self, name) for name, each in members if each.is_dropped and each.is_saved)
 

@@ -478,7 +478,7 @@ class OneBitOptimizer(Optimizer):
 
     @property
     def _phase_now(self) -> Phase:
-        """The phase now: sums are exact as long as gradients must be clipped before encoding and no limit is known."""
+        """The phase of the next step: ``LEARNING``, of exact sums, where clipping before encoding has no limit yet."""
         is_blind = any(schedule.clip is not None and schedule.clip.is_blind for schedule in self._schedules)
         return Phase.LEARNING if is_blind and self._planned.encodes else self._planned
 

@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 
 
 NO_FLAGS = (0.0,)
-"""Flags that an all-reduce on a mesh other than the root's carries: one number that nobody reads."""
+"""Usage flags in an all-reduce on a mesh other than the root's: one number in their place, which no rank reads."""
 ContextsByMesh: TypeAlias = "dict[DeviceMesh, tuple[CommContext, CommContext]]"
 """``CommContext`` of all-gathers and of reduces on each mesh; all meshes share streams and scratch buffers."""
 

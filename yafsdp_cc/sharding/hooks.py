@@ -112,7 +112,7 @@ def install_hooks(module: nn.Module, part: nn.Module | None = None) -> list[Any]
         finish = state.entered[hooked].pop()
         try:
             return output if finish is None else finish(output)
-        except RuntimeError as error:  # autograd refuses to look at a small parameter that the forward has written to
+        except RuntimeError as error:  # the forward has written to a small parameter, which is an output of a gate
             _explain_gated_write(error)
             raise
 

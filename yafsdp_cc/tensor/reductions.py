@@ -357,7 +357,8 @@ def _kept_lazy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lazy
     if func is aten.stack.default:
         return _stacked(*args, **kwargs)
     first = args[0] if args else None
-    # a known value may have been changed in place, which partials do not show
+    # A reduction whose all-reduce is over has a value, which the program may have changed in place; its partials are as
+    # they were before that change.
     if not isinstance(first, LazyReduction) or first._value is not None:
         return None
     partials, dtype = first._partials, kwargs.get("dtype") or first.dtype

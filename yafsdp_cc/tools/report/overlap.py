@@ -58,7 +58,8 @@ class Slowed(NamedTuple):
 
     name: str
     beside: int
-    """Number of runs that were beside communication for nine tenths or more; runs beside it in part are not counted."""
+    """Number of the kernel's runs during whose time, or nine tenths of it, the GPU also communicated. A run that
+    overlapped with communication for less than that, but not for nothing, counts neither here nor for ``alone_us``."""
     alone_us: float
     beside_us: float
     """Mean microseconds of a run beside communication."""
