@@ -85,12 +85,13 @@ class Gives(nn.Module):
         weight = layer.weight * made
         both = functional_call(self.pair, {"0.weight": weight}, (x,)) + self.pair(x)
         several = torch.func.vmap(lambda each: functional_call(self.norm, {"weight": each}, (x,)))(weight).sum(0)
-        held, layer._parameters["weight"] = layer._parameters["weight"], weight
+        held = layer._parameters["weight"]
+        layer._parameters |= {"weight": weight}  # type: ignore[dict-item] # as a hypernetwork does
         nested = functional_call(layer, {"weight": weight.cos(), "bias": made}, (x,)) + layer(x)
         with pytest.raises(RuntimeError, match="shape"):
             functional_call(layer, {"weight": weight[:, 1:]}, (x,))
         nested += layer(x)
-        layer._parameters["weight"] = held
+        layer._parameters.update(weight=held)
         return self.norm(both + several + nested + layer(x))
 
 

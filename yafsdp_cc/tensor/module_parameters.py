@@ -6,7 +6,7 @@ modules show unsharded weights outside of a forward (``tensor.unsharded``), it g
 
 from __future__ import annotations
 
-from collections.abc import Collection, ItemsView, Iterator, ValuesView
+from collections.abc import Collection, ItemsView, Iterator, MutableMapping, ValuesView
 from itertools import chain
 from operator import is_
 from typing import TYPE_CHECKING, Any, cast
@@ -22,6 +22,8 @@ from yafsdp_cc.tensor.shown import CastWhenUsed, is_unsharded
 from yafsdp_cc.tensor.unwritten import check_written
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from yafsdp_cc.engine.param import FSDPParam
     from yafsdp_cc.engine.state import FSDPState
 
@@ -59,6 +61,13 @@ class ModuleParameters(dict[str, "torch.nn.Parameter | None"]):
                 "(LoRA of PEFT with target_parameters): if it is frozen, pass it in ignored_params, to leave it whole"
             )
         super().__delitem__(name)
+
+    # dict's own methods would pass ``__setitem__`` and ``__delitem__`` by
+    update, setdefault, pop = MutableMapping.update, MutableMapping.setdefault, MutableMapping.pop
+
+    def __ior__(self, other: Any) -> Self:  # type: ignore[override,misc] # dict has overloads of it
+        self.update(other)
+        return self
 
     def values(self) -> ValuesView[Any]:  # type: ignore[override]
         return dict(self.items()).values()
