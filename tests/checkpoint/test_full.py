@@ -139,10 +139,19 @@ def test_of_stages_of_a_pipeline(tmp_path, shard):
         yafsdp_cc.save(tmp_path / "saved", stages)
     assert not list(tmp_path.iterdir())
     if shard is yafsdp_cc.shard:
-        yafsdp_cc.save(tmp_path / str(place), stages[0])
-        nn.init.zeros_(stages[0].weight)
-        yafsdp_cc.load(tmp_path / str(place), stages[0])
-        assert whole(stages[0].weight.detach()).equal(expected[0])
+        for path, first in ((tmp_path / str(place), True), (tmp_path / "shared", place == 0)):
+            if first:
+                yafsdp_cc.save(path, stages[0])
+            dist.barrier()
+            if not first:
+                with pytest.raises(ValueError, match=r"ranks 0, 1 of this run have saved their model at .*/shared"):
+                    yafsdp_cc.save(path, stages[0])
+            dist.barrier()
+            if first:
+                yafsdp_cc.save(path, stages[0])  # the stage's own checkpoint may be replaced
+                nn.init.zeros_(stages[0].weight)
+                yafsdp_cc.load(path, stages[0])
+                assert whole(stages[0].weight.detach()).equal(expected[0])
 
 
 def measured():

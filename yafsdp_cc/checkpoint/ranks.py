@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import warnings
@@ -9,16 +10,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.constants import default_pg_timeout
+from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.tensor import DTensor
 
 from yafsdp_cc.fsdp2.module import ShardedModule, ranks_of_model, require_state, sharded_parts
-from yafsdp_cc.ranks.checks import all_gather_objects, check_settings
+from yafsdp_cc.ranks.checks import all_gather_objects, check_settings, named_ranks
 from yafsdp_cc.ranks.groups import group_once, new_group, timeout_of
 from yafsdp_cc.replicas.sync import local_of, sync_of
 
@@ -115,6 +118,25 @@ def check_is_one_value(call: str, model: nn.Module, group: Group) -> None:
                     "one. Stages of a pipeline are saved each at a path of its own, once each is sharded across its "
                     "ranks, shard(stage, mesh=mesh['data']), even if that is one rank"
                 )
+
+
+def check_is_apart(call: str, path: Path, group: Group) -> None:
+    """Raise a ``ValueError`` on every rank if none of them is among those that last saved at ``path`` in this run.
+
+    Stages of a pipeline would replace each other's checkpoint. A collective of ``group``.
+    """
+    if not group or group[0].size() == dist.get_world_size():
+        return
+    with together(group):
+        if group[0].rank() == 0:
+            own, store, key = dist.get_process_group_ranks(group[0]), _get_default_store(), f"yafsdp_cc/saved/{path}"
+            others = json.loads(store.compare_set(key, "", json.dumps(own)))
+            if set(own).isdisjoint(others):
+                raise ValueError(
+                    f"{call}: {named_ranks(others)} of this run have saved their model at {path}, and this checkpoint "
+                    "would take its place. Save each stage of a pipeline at a path of its own, f'{path}/{stage}'"
+                )
+            store.set(key, json.dumps(own))
 
 
 def part_of(parameter: Tensor) -> tuple[int, ...] | None:

@@ -25,6 +25,7 @@ from yafsdp_cc.checkpoint.files import Replacement
 from yafsdp_cc.checkpoint.ranks import (
     by_torch,
     check_arguments,
+    check_is_apart,
     check_is_one_model,
     check_is_one_value,
     meet,
@@ -100,6 +101,7 @@ def save(
     settings = {"path": str(Path(path).absolute()), "asynchronous": asynchronous, "optimizers": len(optimizers)}
     ranks = meet("save()", model, settings)
     check_is_one_value("save()", model, ranks.front)
+    check_is_apart("save()", target, ranks.front)
     synchronize_replicas(model)
     # these collectives come before anything that can fail on one rank alone
     compressed = {**compression.sharded_state(model), **replicas.sharded_state(model)}
