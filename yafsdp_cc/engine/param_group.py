@@ -57,7 +57,7 @@ class _ContextStep(StepState):
     in_forward: bool = transient(False)
     """Whether a forward of the root, or of a group by itself, is under way."""
     last_reduce: CommHandle | None = transient(None)
-    """Handle of this backward's last reduce, or storing of gradients for one: waiting for it waits for all of them."""
+    """Handle of this backward's last reduce, or storing of gradients for one: it ends last on their stream."""
     in_flight: list[Buffer] = transient(list)
     """Gradient buffers that the reduce stream may still read; this list keeps overflow buffers alive."""
     reduced: list[tuple[FlatParam, list[bool]]] = unreduced(list)

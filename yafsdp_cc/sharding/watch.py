@@ -1,4 +1,4 @@
-"""Tells which rank hangs while others wait for it, long before the time-out of a process group ends the run.
+"""Tells where each rank stands if training does, and which one others wait for, long before a time-out ends the run.
 
 A thread of each rank looks whether its engines go on. A rank whose engines have stood still for half a minute writes
 to the store where its main thread is, whether it waits for other ranks, or is in a loader, say. When a rank has
