@@ -153,16 +153,21 @@ def test_a_backward_that_raises_drops_what_is_held_and_says_so() -> None:
     assert "run all micro-batches of the step again" in messages[-1]
 
 
+@pytest.mark.parametrize("cleared", ["", "blocks.1"])
 @pytest.mark.parametrize("kept_as", ["gradient", "local", "view"])
 @ranks(2)
-def test_gradients_that_the_user_keeps_stay_what_they_were(kept_as: str) -> None:
+def test_gradients_that_the_user_keeps_stay_what_they_were(kept_as: str, cleared: str) -> None:
+    """Those of parameters whose ``.grad`` was set to None, though others, sharded together with them, accumulate."""
     model, plain = twins(Mlp)
     kept: list[dict[str, Any]] = []
     copies: list[dict[str, Tensor]] = []
+    truth: dict[str, Tensor] = {}
     for step in range(3):
         square(model, mine(inputs(step=step))).backward()
-        same_gradients(model, means(plain, square, inputs(step=step)), within=1e-6)
-        grads = {name: parameter.grad for name, parameter in model.named_parameters()}
+        added = means(plain, square, inputs(step=step))
+        truth = {name: grad if cleared in name else truth.get(name, 0) + grad for name, grad in added.items()}
+        same_gradients(model, truth, within=1e-6)
+        grads = {name: parameter.grad for name, parameter in model.named_parameters() if cleared in name}
         copies.append({name: grad.to_local().clone() for name, grad in grads.items()})
         if kept_as != "gradient":
             grads = {name: grad.to_local() for name, grad in grads.items()}
@@ -170,7 +175,8 @@ def test_gradients_that_the_user_keeps_stay_what_they_were(kept_as: str) -> None
             grads = {name: local.view(-1)[:3] for name, local in grads.items()}
         kept.append(grads)
         del grads
-        model.zero_grad()
+        for name, parameter in model.named_parameters():
+            parameter.grad = None if cleared in name else parameter.grad
     for grads, copied in zip(kept, copies, strict=True):
         for name, grad in grads.items():
             found = grad.to_local() if kept_as == "gradient" else grad

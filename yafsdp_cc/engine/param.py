@@ -199,20 +199,21 @@ class ShardedGrad:
 
     def __init__(self, buffer: Tensor, params: Sequence[FSDPParam]) -> None:
         self.params = params
-        self._use(buffer)
+        self._use(buffer, params)
 
-    def _use(self, buffer: Tensor) -> None:
-        self.buffer = buffer
-        for param in self.params:
+    def _use(self, buffer: Tensor, params: Sequence[FSDPParam]) -> None:
+        """Let the gradients of ``params`` be views of ``buffer``; those of others remain in an earlier buffer."""
+        self.buffer, self._has_all = buffer, len(params) == len(self.params)
+        for param in params:
             param.local_grad = param.local_range(buffer)
             param.grad = param.wrap(param.local_grad, param.spec)
         self._viewers = _viewers(buffer)
 
-    def _is_kept(self) -> bool:
-        """Return whether anybody else refers to a gradient, its ``to_local()`` or a view of it."""
+    def _is_kept(self, params: Sequence[FSDPParam]) -> bool:
+        """Return whether anybody else refers to a gradient of ``params``, its ``to_local()`` or a view of it."""
         return _viewers(self.buffer) > self._viewers or any(
             sys.getrefcount(param.grad) > _GRAD_REFERENCES or sys.getrefcount(param.local_grad) > _LOCAL_REFERENCES
-            for param in self.params
+            for param in params
         )
 
     def add(self, parts: Iterable[tuple[int, Tensor]], divisor: Divisor, used: Sequence[bool]) -> None:
@@ -226,14 +227,15 @@ class ShardedGrad:
             divisor: the number that turns the sum into the mean.
             used: for each parameter, whether this rank wrote a gradient.
         """
-        before = {param: param.grad if param.is_withheld else param.parameter.grad for param in self.params}
-        fresh = all(grad is None for grad in before.values())
-        wanted = (None, self.buffer.dtype)
-        if fresh and (any(each.parameter.grad_dtype not in wanted for each in self.params) or self._is_kept()):
+        before = {each: each.grad if each.is_withheld else each.parameter.grad for each in self.params}
+        cleared = [param for param, grad in before.items() if grad is None]
+        fresh, dtype = len(cleared) == len(before), self.buffer.dtype
+        is_other = fresh and any(each.parameter.grad_dtype not in (None, dtype) for each in self.params)
+        if cleared and (is_other or not self._has_all or self._is_kept(cleared)):
             # somebody still refers to gradients of an earlier step, which must not change
-            self._use(self._new_buffer(grad_dtype_of(self.params)))
+            self._use(self._new_buffer(grad_dtype_of(self.params) if fresh else dtype), cleared)
         before = {param: grad for param, grad in before.items() if not param.is_left_out}
-        ours = len(before) == len(self.params) and all(grad is param.grad for param, grad in before.items())
+        ours = self._has_all and before.keys() == {*self.params} and all(p.grad is grad for p, grad in before.items())
         for start, part in parts:
             if fresh or ours:
                 is_whole = part.numel() == self.buffer.numel()

@@ -510,8 +510,7 @@ class ParamGroup(StepState):
         grads.buffer.used_for = self.name
 
     def grad_buffer(self, nbytes: int, *, keeps: bool = False) -> Buffer:
-        """Return the pool's gradient buffer; the group's own if it ``keeps`` gradients, or if ``nbytes`` do not fit, as
-        after parameters were unfrozen."""
+        """Return the pool's gradient buffer; the group's own if it ``keeps`` gradients, or if ``nbytes`` do not fit."""
         pool = self.context.grad_pools.get(self.role)
         if pool is not None and nbytes <= pool.buffer_bytes and not keeps:
             return pool.assigned(self.index)
