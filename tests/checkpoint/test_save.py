@@ -82,6 +82,34 @@ def test_a_counter_is_saved_as_it_is_at_the_call(tmp_path):
     assert bool(full) is (dist.get_rank() == 0)
 
 
+class NormedSGD(torch.optim.SGD):
+    """Keeps the norm of the last gradient, which nobody reads."""
+
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["norm"] = parameter.grad.norm()
+        return super().step(closure)
+
+
+@ranks(2)
+def test_a_norm_that_nobody_has_read_is_reduced_before_an_asynchronous_save_goes_on(tmp_path, monkeypatch):
+    """In the background the all-reduce would come among those of training."""
+    all_reduce, threads = dist.all_reduce, set()
+    monkeypatch.setattr(
+        dist, "all_reduce", lambda *a, **b: (threads.add(threading.current_thread()), all_reduce(*a, **b))[1]
+    )
+    model = yafsdp_cc.shard(nn.Linear(64, 64, bias=False))
+    optimizer = NormedSGD(model.parameters(), lr=0.1)
+    model(torch.ones(2, 64)).sum().backward()
+    optimizer.step()
+    norm = model.weight.grad.full_tensor().norm()
+    saving = yafsdp_cc.save(tmp_path / "step", model, optimizer, asynchronous=True)
+    saving.result()
+    assert threads == {threading.main_thread()}
+    yafsdp_cc.load(tmp_path / "step", model, optimizer)
+    assert torch.allclose(optimizer.state[model.weight]["norm"], norm)
+
+
 # Process groups
 
 

@@ -48,6 +48,23 @@ def test_what_is_frozen_in_whole_parameters_stays_frozen() -> None:
 
 
 @ranks(2)
+def test_whole_parameters_are_not_made_of_whole_parameters() -> None:
+    """The inner block's changes would be lost; in inference mode its copies would have no versions."""
+    model, plain = twins(Transformer)
+    with torch.inference_mode(), yafsdp_cc.whole_parameters(model, write=True):
+        for made in (yafsdp_cc.whole_parameters(model).__enter__, lambda: yafsdp_cc.unshard_model(model)):
+            with pytest.raises(RuntimeError, match=r"inside whole_parameters, or after 'embed\.weight' was replaced"):
+                made()
+        model.embed.weight.mul_(0.5)
+        plain.embed.weight.mul_(0.5)
+    trains_on(model, plain, next_token, [CASES["transformer"].batches(2)])
+    with torch.inference_mode():
+        yafsdp_cc.unshard_model(model)
+    next_token(model, mine(CASES["transformer"].batches(2))).backward()
+    same_weights(model, plain)
+
+
+@ranks(2)
 def test_an_optimizer_made_in_whole_parameters_is_refused() -> None:
     model = seeded(Transformer)
     yafsdp_cc.shard(model)

@@ -227,6 +227,21 @@ def test_what_autograd_brings_by_itself() -> None:
     assert torch.equal(whole(frozen.leave.weight.grad), torch.ones_like(plain.leave.weight))
 
 
+@pytest.mark.parametrize("moves", ["", "to_empty", "double", "assign"])
+@ranks(2)
+def test_a_penalty_alone_is_averaged_also_where_parameters_have_got_other_memory(moves: str) -> None:
+    with torch.device("meta" if moves == "to_empty" else "cpu"):
+        model = yafsdp_cc.fully_shard(nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(2))))
+    if moves == "assign":
+        model.load_state_dict({name: torch.rand(64, 64) for name, _ in model.named_parameters()}, assign=True)
+    elif moves:
+        model.to_empty(device="cpu") if moves == "to_empty" else model.double()
+    for parameter in model.parameters():
+        nn.init.ones_(parameter)
+        (parameter.sum() * (1.0 + dist.get_rank())).backward()  # each rank owns one of the two
+        assert whole(parameter.grad).equal(torch.full_like(whole(parameter.detach()), 1.5))
+
+
 @ranks(2)
 def test_a_number_of_the_model_s_weighs_a_loss() -> None:
     class Weighed(Mlp):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from yafsdp_cc.checkpoint import compression, files, replicas
 from yafsdp_cc.checkpoint.files import Replacement
@@ -36,6 +36,7 @@ from yafsdp_cc.checkpoint.state import MODEL, OPTIMIZER, as_sequence, check_plai
 from yafsdp_cc.checkpoint.writer import CheckpointWriter, FirstRankPlanner
 from yafsdp_cc.ranks.checks import all_gather_objects
 from yafsdp_cc.replicas.sync import local_of, synchronize_replicas
+from yafsdp_cc.tensor.reductions import LazyReduction
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -133,6 +134,8 @@ def collect(
         state = {**state_of(model, optimizers), **compressed}
         own = compression.local_state(model, tuned=compression.RESIDUALS not in compressed)
         content = files.pack_extra({**extra, **own})
+    # an asynchronous save must not issue a reduction that nobody has read, among training's collectives
+    state = tree_map_only(LazyReduction, LazyReduction.value, state)
     _check_alike(state, group)
     return state, content
 

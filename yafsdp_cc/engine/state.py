@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from yafsdp_cc.profiling import Handle
 
 STATE, GROUP = "_yafsdp_cc_state", "_yafsdp_cc_group"
-"""Names of sharded modules' attributes: an ``FSDPState``; the ``ParamGroup`` that a forward gathers, None for the root."""
+"""Names of sharded modules' attributes: their ``FSDPState``; the ``ParamGroup`` they gather, None for the root."""
 
 _PACKAGE = Path(__file__).parents[1]
 _OWN_FOLDERS = tuple(map(str, (_PACKAGE / "engine", _PACKAGE / "sharding", Path(torch.__file__).parent / "_dynamo")))

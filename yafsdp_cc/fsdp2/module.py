@@ -670,13 +670,14 @@ def whole_parameters(model: nn.Module, *, write: bool = False) -> Iterator[None]
 
     Raises:
         ValueError: ``model`` is not sharded.
-        RuntimeError: entered inside a forward or a backward.
+        RuntimeError: entered inside a forward or a backward, or a second time.
     """
     state = require_state(model)
     check_at_rest(state, "whole_parameters")
-    wholes = {
-        param: _unsharded_parameter(param, values) for param, values in whole_params_by_group(state, everywhere=True)
-    }
+    check_shows_shards(model, "whole_parameters")
+    with torch.inference_mode(False):  # tensors made in inference mode have no versions
+        values = whole_params_by_group(state, everywhere=True)
+        wholes = {param: _unsharded_parameter(param, value) for param, value in values}
     for param, whole in wholes.items():
         param.set_parameter(in_class_of(param, whole))
     versions = {param: whole._version for param, whole in wholes.items()}
@@ -826,6 +827,7 @@ def check_at_rest(state: FSDPState, what: str) -> None:
         reshard(spec)
 
 
+@torch.inference_mode(False)  # tensors made in inference mode cannot be trained on
 def unshard_model(model: Model, *, rank0_only: bool = False, device: torch.device | str | None = None) -> Model:
     """Undo ``shard``: whole, plain parameters again, the model's own classes, no hooks of the engine. A collective.
 
@@ -843,10 +845,11 @@ def unshard_model(model: Model, *, rank0_only: bool = False, device: torch.devic
 
     Raises:
         ValueError: ``model`` is only a part of what was passed to ``shard``.
-        RuntimeError: called inside a forward or a backward.
+        RuntimeError: called inside a forward or a backward, or inside ``whole_parameters``.
     """
     state = require_state(model)
     check_at_rest(state, "unshard_model")
+    check_shows_shards(model, "unshard_model")
     if state.model is not model:
         raise ValueError(f"this {class_of(model).__name__} is a part of a sharded model: unshard the whole of it")
     for param, whole in whole_params_by_group(state, everywhere=not rank0_only):

@@ -369,7 +369,7 @@ def _take_grad(spec: ShardSpec, grad: torch.Tensor | None) -> torch.Tensor | Non
         local = _local_alike(spec, grad)
         return grad if local is None or local is grad._local_tensor else wrap(local, spec)
     grad = grad.value() if isinstance(grad, LazyReduction) else grad
-    return wrap(plain_grad(spec, grad).expand(spec.local_shape).clone(), spec)
+    return wrap(plain_grad(spec, grad).expand(spec.local_shape).clone(memory_format=torch.contiguous_format), spec)
 
 
 # Operations: handler(func, args, kwargs). They run below autograd, where torch does not raise version counters, so a

@@ -103,6 +103,7 @@ def _show(tensor: Tensor, param: FSDPParam) -> None:
     fresh = flat_dtensor(param.local, param.spec, tensor.requires_grad)
     fresh.__dict__.update(vars(tensor) | {"_local_tensor": param.local, "shard_spec": param.spec})
     torch.utils.swap_tensors(tensor, fresh)
+    tensor._backward_hooks = tensor._backward_hooks  # registers hooks again, which ``swap_tensors`` leaves to ``fresh``
 
 
 @torch.no_grad()
