@@ -24,7 +24,7 @@ def sent(encoding: Encoding, values: Tensor, state: SenderState | None = None, s
 def test_every_shape_and_dtype_arrives(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     values = torch.randn(shape, dtype=dtype)
     assert torch.equal(sent(Exact(), values), values)
-    for by_sample in (False, bool(shape)):
+    for by_sample in (False, True):
         for hadamard in (False, True):
             encoding = Encoded(codec_of("int8"), hadamard=hadamard, by_sample=by_sample)
             assert (sent(encoding, values) - values).norm() <= 0.03 * values.norm()
@@ -109,6 +109,15 @@ def test_fewer_samples_leave_the_residual_of_the_others() -> None:
         left = state.residual.values.view(5, -1)[:, :300].reshape(5, 3, 100)
         due = values * torch.tensor([4.0, 3.0, 2.0, 1.0, 1.0]).view(5, 1, 1)
         torch.testing.assert_close(received + left, due)
+
+
+def test_padding_has_no_part_in_what_a_residual_adds_to() -> None:
+    torch.manual_seed(0)
+    values, whole = torch.randn(4, 10), torch.zeros(4, 10)
+    encoding, state = Encoded(codec_of("onebit"), by_sample=True), SenderState(error_feedback=True)
+    for _ in range(32):
+        whole += sent(encoding, values, state)
+    assert (whole - 32 * values).norm() < 0.1 * (32 * values).norm()
 
 
 def test_the_error_of_codecs() -> None:

@@ -207,6 +207,7 @@ def test_a_resumed_run_goes_on_with_the_same_bits(tmp_path: Path) -> None:
         first = Pipeline(Schedule1F1B, {**settings, "cache_folder": tmp_path})
         expected = [through.run(data[ids], ids) for ids in steps]
         found = [first.run(data[ids], ids) for ids in steps[:5]]
+        assert {each.name.partition("-boundary")[0] for each in tmp_path.glob("*.cache")} >= {f"rank-{rank}"}
         file = f"{tmp_path}/{backward}-{rank}.pt"
         torch.save(first.state(), file)
         resumed = Pipeline(Schedule1F1B, settings, torch.load(file))

@@ -52,6 +52,13 @@ def test_totals() -> None:
     assert plan.parameters == 24 * 7 + 2 + 49
 
 
+def test_units_within_one_another_are_one_line() -> None:
+    plan = example()
+    one, *_ = (unit for unit in plan.units if "layers" in unit.name)
+    nested = replace(plan, units=[replace(one, name="layers.0"), replace(one, name="layers.0.inner")])
+    assert any(line.startswith("layers.0 ... inner  x2") for line in str(nested).splitlines())
+
+
 def test_equal_units_are_one_line() -> None:
     text = str(example())
     lines = text.splitlines()

@@ -532,6 +532,17 @@ def test_without_a_graph() -> None:
 
 
 @ranks(2)
+def test_training_follows_an_evaluation_in_inference_mode() -> None:
+    model = yafsdp_cc.shard(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)))
+    with torch.inference_mode(), yafsdp_cc.skip_together(model):
+        model(mine(inputs()))
+    with yafsdp_cc.skip_together(model) as attempt:
+        model(mine(inputs())).square().sum().backward()
+    assert not attempt.skipped
+    assert model[1].num_batches_tracked == 2
+
+
+@ranks(2)
 def test_a_member_of_a_step_is_declared_in_one_place() -> None:
     for name, member in {"kept": unreduced(list), "learnt": history(list), "passing": transient(list)}.items():
         setattr(StepState, name, member)

@@ -111,6 +111,16 @@ def test_refused() -> None:
             hides(batch)
 
 
+@ranks(2)
+def test_a_loop_may_pop_entries_of_its_batches() -> None:
+    model, own = yafsdp_cc.shard(seeded(Mlp)), [{"x": inputs()[0], "labels": 1}]
+    with yafsdp_cc.uneven(model) as batches:
+        for batch in batches(own * (1 + dist.get_rank())):
+            assert batch.pop("labels") == 1
+            square(model, batch["x"]).backward()
+    assert own[0]["labels"] == 1
+
+
 class Twice(Mlp):
     def forward(self, x: Tensor) -> Any:
         out = super().forward(x)

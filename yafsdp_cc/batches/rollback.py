@@ -97,7 +97,7 @@ class BatchRollback:
         whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
         self._saved[key] = whole
         held = self._copies.get(key)
-        if held is None or held.device != whole.device:
+        if held is None or held.device != whole.device or held.is_inference():
             held = self._copies[key] = torch.empty_like(whole)
         held.copy_(whole)
 

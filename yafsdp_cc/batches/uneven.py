@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, MutableMapping
 from contextlib import contextmanager, suppress
+from copy import copy
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -58,13 +59,14 @@ class UnevenBatches:
                 if not count:
                     self._is_in_loop = False
                     return
-                last = batch if has_data else last
                 if is_first and count < self._mesh.size():
                     offered = all_gather_objects((batch,) if has_data else None, all_groups(self._mesh))
-                    last = batch if has_data else next(each[0] for each in offered if each)
+                    last = next(each[0] for each in offered if each)
+                last = batch if has_data else last
                 is_first = False
                 self.weight = self._mesh.size() / count if has_data else 0.0
-                yield last  # type: ignore[misc]
+                # the loop may pop entries of what it gets, and gets the last batch again
+                yield copy(last) if isinstance(last, (list, MutableMapping)) else last  # type: ignore[misc]
         finally:
             self.weight = 1.0
 

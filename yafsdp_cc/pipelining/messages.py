@@ -141,7 +141,7 @@ class Encoded(Encoding):
         rounding = self._rounding if residual is None else "nearest"
         noise = Noise(seed) if rounding == "stochastic" and self._codec.rounds_randomly else None
         counts = None
-        if residual is None and n != flat.shape[1] and not self._hadamard:
+        if n != flat.shape[1] and not self._hadamard:  # padding has no part in the scale of a block
             blocks = n // self._codec.block
             counts = torch.full((rows, blocks), self._codec.block, dtype=torch.int32, device=values.device)
             counts[:, -1] -= n - flat.shape[1]
@@ -175,7 +175,7 @@ class Encoded(Encoding):
 
     def _rows(self, shape: Sequence[int]) -> tuple[int, int]:
         """Return the number of rows of a message, and the elements of each, padded to whole blocks."""
-        rows = shape[0] if self._by_sample else 1
+        rows = shape[0] if self._by_sample and shape else 1
         each = math.prod(shape[1:]) if self._by_sample else math.prod(shape)
         return rows, -(-each // self._codec.block) * self._codec.block
 

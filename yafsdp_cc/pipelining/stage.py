@@ -10,9 +10,10 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
@@ -21,9 +22,6 @@ from yafsdp_cc.pipelining.sample_cache import SampleCache
 from yafsdp_cc.pipelining.settings import StageCompression
 from yafsdp_cc.pipelining.sharded import ShardedStage
 from yafsdp_cc.profiling import span
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
 
 _TORCH = "2.13"
 """Version of torch whose stages and schedules have the private methods and attributes that this module uses."""
@@ -307,7 +305,7 @@ class CompressedStage(PipelineStage):
         asked, caches = self.compression, {}
         for side, is_end in (("input", self.is_first), ("output", self.is_last)):
             if asked.cache_samples is not None and not is_end:
-                name = f"boundary-{self._boundary(side)}-{side}"
+                name = f"rank-{dist.get_rank()}-boundary-{self._boundary(side)}-{side}"  # replicas may share the folder
                 given = asked.cache_samples, asked.cache_dtype, asked.of_changes(), self.device, asked.cache_folder
                 caches[side] = SampleCache(*given, name)
         return caches

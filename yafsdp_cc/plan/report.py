@@ -303,7 +303,8 @@ def _run_name(names: Sequence[str]) -> str:
     if len(names) == 1:
         return names[0]
     first, last = names[0].split("."), names[-1].split(".")
-    shared = next(index for index, parts in enumerate(zip(first, last, strict=False)) if parts[0] != parts[1])
+    differ = (index for index, parts in enumerate(zip(first, last, strict=False)) if parts[0] != parts[1])
+    shared = next(differ, len(first))  # the last unit may lie within the first
     return f"{names[0]} ... {'.'.join(last[shared:])}  x{len(names)}"
 
 
