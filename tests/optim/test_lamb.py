@@ -41,12 +41,15 @@ class Rule:
             self.m / (1 - BETAS[0] ** self.step) / ((self.v / (1 - BETAS[1] ** self.step)).sqrt() + EPS)
             + DECAY * self.x
         )
+        self.x = self.x - RATE * self.trust(u) * u
+
+    def trust(self, u: Tensor) -> float:
         trust = 1.0
         if self.x.norm() > 0:
             trust = float((self.x.norm() / u.norm()).clamp(0.01, 10))
             self.average = trust if self.average is None else 0.9 * self.average + 0.1 * trust
         self.trusts.append(trust)
-        self.x = self.x - RATE * trust * u
+        return trust
 
     def refresh(self, g: Tensor) -> None:
         self.v = BETAS[1] * self.v + (1 - BETAS[1]) * g * g
@@ -66,7 +69,10 @@ class Rule:
         factor = min(max(float(factor) * share + 1 - share, 0.5), 4.0)
         if not self.seen:  # the next step brings an exact gradient
             return
-        self.x = self.x - RATE * (self.average or 1.0) * self.factor * u
+        if self.step <= WARMUP or self.average is None:  # late: a warm-up of its own
+            self.x = self.x - RATE * self.trust(u) * u
+            return
+        self.x = self.x - RATE * self.average * self.factor * u
         self.factor = min(max(factor, 0.9 * self.factor), 1.1 * self.factor)  # of the next step
 
 
@@ -169,3 +175,21 @@ def test_deltas_of_the_weights_of_all_units_are_encoded() -> None:
         planned = yafsdp_cc.plan_of(model).communication
         assert sent[-3:] == [planned.gather_forward + planned.gather_backward] * 3, (make, sent)
         assert sent[-1] < sent[0] / 4, (make, sent)
+
+
+@ranks(2)
+def test_a_state_without_trust_ratios_learns_them() -> None:
+    """AdamW's, of more steps than the warm-up has: a step moves weights by the rate, relative to their norm."""
+    model = sharded("onebit")
+    adamw = torch.optim.AdamW(model.parameters(), RATE)
+    for step in range(6):
+        backward(model, step)
+        adamw.step()
+    optimizer = OneBitLamb(model.parameters(), RATE, weight_decay=0.0, warmup_steps=3)
+    optimizer.load_state_dict(adamw.state_dict())
+    before = whole(model.parameters())
+    backward(model, 6)
+    optimizer.step()
+    for was, now in zip(before, whole(model.parameters()), strict=True):
+        assert float((now - was).norm() / was.norm()) == pytest.approx(RATE, rel=1e-4)
+    assert all(state.get("trust", 1) for state in optimizer.state.values())

@@ -39,6 +39,8 @@ class Job(NamedTuple):
     parameter: Any
     group: dict[str, Any]
     row: LambRow
+    learns: bool
+    """Whether the weights wait for the trust ratio of this step."""
 
 
 Jobs: TypeAlias = "defaultdict[tuple[LambRule, Across, torch.device, bool], list[Job]]"
@@ -66,6 +68,8 @@ class OneBitLamb(OneBitAdam):
       first ratio; a parameter that is all zero has a ratio of 1, which the average leaves out;
     - a step uses the factor computed in the step before, which differs by a tenth at most: so one pass over memory
       updates w and the weights and sums up the norms for the next factor;
+    - a parameter that was unfrozen late has a warm-up of its own, as many steps by exact LAMB with decoded gradients;
+      where a loaded state has no trust ratio, such as AdamW's, the first step's stands for the average;
     - norms are those of whole parameters: a step makes one all-reduce of a few numbers for each parameter, and after
       the warm-up a second one for the largest ratios.
 
@@ -138,7 +142,8 @@ class OneBitLamb(OneBitAdam):
             learned += [each for each in exact if self._is_encoded(each)]
             for each in [*exact, *encoded]:
                 rule = self._begin_step(each, phase.encodes)
-                job = Job(each, group, self._row_of(group, each, rule))
+                learns = rule is LambRule.EXACT or self._learns_trust(each)
+                job = Job(each, group, self._row_of(group, each, rule, learns), learns)
                 summand, spec = summand_of(job.parameter, torch.float64), job.parameter.shard_spec
                 # ``jobs`` are listed alike on all ranks, also where a rank has no elements of a parameter: sums are in
                 # one order.
@@ -155,14 +160,14 @@ class OneBitLamb(OneBitAdam):
                 self.state[parameter]["exp_avg_sq_fresh"].copy_(self.state[parameter]["exp_avg_sq"])
         rows = {}
         for (rule, *_), members in jobs.items():
-            for (parameter, group, row), found in zip(members, norms, strict=False):
-                if rule is not LambRule.EXACT:
+            for (parameter, group, row, learns), found in zip(members, norms, strict=False):
+                if not learns:
                     self._adapt_factor(parameter, *found)
                     continue
-                trust, step = self._trust_of(parameter, *found[:2]), float(self.state[parameter]["step"])
-                settings = adam_settings(group, step, step, trust)
-                unbounded = (*settings[:5], math.inf, *settings[6:])
-                rows[id(parameter)] = Row(row.weights, row.moment, None, row.square, unbounded)
+                rate = self._trust_of(parameter, *found[:2]) * float(group["lr"])
+                largest = math.inf if rule is LambRule.EXACT else row.settings[5]
+                settings = (*row.settings[:5], largest, 1 - rate * group["weight_decay"], rate)
+                rows[id(parameter)] = Row(row.weights, row.moment, None, row.square, settings)
         return rows
 
     def _begin_step(self, parameter: Tensor, is_decoded: bool) -> LambRule:
@@ -178,7 +183,12 @@ class OneBitLamb(OneBitAdam):
             state["variance_step"] += 1
         return LambRule.EXACT
 
-    def _row_of(self, group: dict[str, Any], parameter: Tensor, rule: LambRule) -> LambRow:
+    def _learns_trust(self, parameter: Tensor) -> bool:
+        """Return whether a step by a decoded gradient measures the parameter's trust ratio, and waits for it."""
+        state = self.state[parameter]
+        return bool(state["variance_step"]) and (not state["trust"] or bool(state["step"] <= self.warmup_steps))
+
+    def _row_of(self, group: dict[str, Any], parameter: Tensor, rule: LambRule, learns: bool) -> LambRow:
         """Return the row of LAMB's step (You et al., 2020), or of 1-bit LAMB's (Li et al., 2021, algorithm 1)."""
         state = self.state[parameter]
         step, fresh = float(state["step"]), None
@@ -186,8 +196,9 @@ class OneBitLamb(OneBitAdam):
             settings = lamb_settings(group, 1.0, step, step)
         else:
             # a parameter that was never trained waits for the next step, which brings an exact gradient
-            trust, seen = (float(state["trust"]) or 1.0) * float(state["factor"]), float(state["variance_step"])
-            settings, fresh = lamb_settings(group, trust, step, seen), local_of(state["exp_avg_sq_fresh"])
+            trust = 0.0 if learns else float(state["trust"]) * float(state["factor"])  # with 0 the weights stay
+            settings = lamb_settings(group, trust, step, float(state["variance_step"]))
+            fresh = local_of(state["exp_avg_sq_fresh"])
         moment = local_of(state["exp_avg_before" if rule is LambRule.MOMENTUM else "exp_avg"])
         square = local_of(state["exp_avg_sq"])
         return LambRow(local_of(parameter), local_of(parameter.grad), moment, square, fresh, settings)
@@ -219,6 +230,9 @@ def _norms_of(jobs: Jobs) -> Iterator[list[float]]:
     partials: list[tuple[Partials, Partials]] = []
     for (rule, across, *_), members in jobs.items():
         found = update_lamb(rule, [each.row for each in members])
+        for place, each in enumerate(members):
+            if each.learns and rule is not LambRule.EXACT:  # the norm of the weights in place of the bare update's
+                found[place, 0] = torch.linalg.vector_norm(each.row.weights, dtype=torch.float64).square()
         if not summand_of(members[0].parameter, found.dtype).counts:  # another rank counts the same elements
             found.zero_()
         sums, largest = found[:, :2], found[:, 2:]
