@@ -27,7 +27,7 @@ from yafsdp_cc.compression.autotune import CodecAutotuner
 from yafsdp_cc.compression.codec import Codec, Noise, codec_of
 from yafsdp_cc.compression.error_feedback import decode, ops_for
 from yafsdp_cc.compression.schedule import LocalClip
-from yafsdp_cc.compression.state import compressed_sum_of, kept_weights, mean_residuals
+from yafsdp_cc.compression.state import compressed_sum_of, compressed_sums, kept_weights, mean_residuals
 from yafsdp_cc.engine import agreement, communicator
 from yafsdp_cc.engine.buffers import Buffer
 from yafsdp_cc.engine.communicator import Communicator
@@ -88,6 +88,11 @@ def gradient_codecs(model: nn.Module) -> list[str]:
     """Return the names of the codecs that the gradients of each flat parameter are encoded by."""
     found = [compressed_sum_of(flat) for flat in flat_params(model)]
     return ["fp32" if each is None else "auto" if each.is_tuned else each.codec_name for each in found]
+
+
+def least_kept(model: nn.Module) -> list[float]:
+    """Return the least share that messages of each compressed sum must keep, by this rank."""
+    return [each.watch().least for _, each in compressed_sums(require_state(model))]
 
 
 def owned_range(parameter: Any) -> tuple[int, int]:

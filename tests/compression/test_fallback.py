@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import yafsdp_cc
-from tests.internals import gradient_codecs
+from tests.internals import gradient_codecs, least_kept
 from tests.ranks import on_ranks, ranks
 from tests.soak import SOAK, also
 from yafsdp_cc import Compression
@@ -157,6 +157,18 @@ def test_what_does_well_is_left_as_it_is(gradients, weights):
     guarded, unguarded = (on_ranks(2, untouched, gradients, weights, guard)[0] for guard in (True, False))
     assert guarded == unguarded
     assert guarded[-1] == ""
+
+
+@ranks(4)
+def test_ranks_that_own_nothing_of_a_unit_judge_factors_as_the_others() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    run = Regression(Compression("powersgd"), zero_stage=2, ownership="matrix", mesh=mesh)
+    run.train(torch.optim.SGD(run.model.parameters(), lr=0.1), 8)
+    assert not run.chosen
+    found: list[Any] = [None] * 4
+    dist.all_gather_object(found, least_kept(run.model))
+    assert found == found[:1] * 4
+    assert all(0 < least < 0.01 for least in found[0])
 
 
 # Saved and loaded

@@ -27,6 +27,7 @@ import math
 import zlib
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -327,6 +328,13 @@ class SharedFactors(FactorEncoder):
     def __init__(self, flat: SummedBuffer, config: Compression) -> None:
         first, last = flat.layout.starts[flat.rank : flat.rank + 2]
         super().__init__(flat, config, first, last, f"{flat.name}/{flat.rank}")
+
+    @property
+    def kept(self) -> float:
+        """The share that messages of all ranks' ranges, some perhaps empty, keep: ranks must judge messages alike."""
+        rank, ranges = self.low_rank.rank, pairwise(self._layout.starts)
+        numels = [message_numels(*matrices_of(self._layout.places, rank, *each), rank) for each in ranges]
+        return sum(each[self.low_rank.sends_right] for each in numels) / self._layout.numel
 
     def start(self, values: Tensor, feedback: Feedback, async_op: bool) -> Works:
         message = self._message(SENT)
