@@ -515,6 +515,13 @@ def test_what_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             make(model.parameters(), **settings)
+    groups = [{"params": list(model.blocks.parameters())}, {"params": list(model.leave.parameters())}]
+    for group, more, message in (
+        (1, {"lr": 7e-5, "eps": 0.0}, "'leave.weight' has lr, eps, .*\"adamw\": {'lr': 7e-05, 'eps': 0.0}"),
+        (0, {"lr": 0.1, "betas": (0.9, 0.95)}, "group of 'blocks.0.0.weight' has betas, which no matrix in it takes"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make([{**each, **more} if place == group else each for place, each in enumerate(groups)])
 
 
 @ranks(2)

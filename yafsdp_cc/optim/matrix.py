@@ -60,7 +60,7 @@ class MatrixOptimizer(Optimizer):
             ``torch.optim.AdamW``: ``lr``, ``betas``, ``eps`` and ``weight_decay``.
 
     Raises:
-        ValueError: a parameter is not sharded, no matrix is owned whole, or a setting is out of range.
+        ValueError: a parameter is not sharded, no matrix is owned whole, or a setting is out of range or of no use.
     """
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any], adamw: Mapping[str, Any] | None = None) -> None:
@@ -127,6 +127,12 @@ class MatrixOptimizer(Optimizer):
         kinds: dict[bool, list[Any]] = defaultdict(list)
         for each in given:
             kinds[bool(self._spec_of(each).owners)].append(each)
+        taken = {"params", *(self.defaults if kinds[True] else ())}
+        if lost := {name: group[name] for name in (*self.defaults, *_ADAMW) if name in group.keys() - taken}:
+            raise ValueError(
+                f"the parameter group of '{self._spec_of(given[0]).name}' has {', '.join(lost)}, which no matrix in it "
+                f'takes: for its other parameters, write "adamw": {lost} into the group'
+            )
         if kinds[True]:
             super().add_param_group({**group, "params": kinds[True]})
         if kinds[False]:
