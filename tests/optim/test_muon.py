@@ -522,6 +522,13 @@ def test_what_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             make([{**each, **more} if place == group else each for place, each in enumerate(groups)])
+    optimizer = make(model.parameters())
+    state = optimizer.state_dict()
+    optimizer.load_state_dict(state)  # nesterov=True is a setting of both
+    for setting in ("maximize", "amsgrad"):
+        of_adamw = {**state["param_groups"][1], setting: True}
+        with pytest.raises(ValueError, match=f"with {setting}=True, which Muon does not have"):
+            optimizer.load_state_dict({**state, "param_groups": [state["param_groups"][0], of_adamw]})
 
 
 @ranks(2)

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from yafsdp_cc.engine.layout import ShardSpec, TensorParallel
 from yafsdp_cc.engine.param import owner_of
 from yafsdp_cc.optim.adam import sharded_adamw_step
-from yafsdp_cc.optim.one_bit import check_settings, grad_of, keep_dtypes, local_of, loss_of, width_of
+from yafsdp_cc.optim.one_bit import check_loaded, check_settings, grad_of, keep_dtypes, local_of, loss_of, width_of
 from yafsdp_cc.ranks.mesh import to_mesh_device
 from yafsdp_cc.tensor.dtensor import FlatDTensor, flat_dtensor, increment_version
 from yafsdp_cc.tensor.rows import redivided
@@ -320,6 +320,7 @@ class MatrixOptimizer(Optimizer):
 
         ``load_state_dict`` is a collective if tensor parallelism has divided matrices.
         """
+        check_loaded(self, state_dict)
         super().load_state_dict(state_dict)
         keep_dtypes(self, state_dict)
         for group in self.param_groups:

@@ -90,7 +90,8 @@ def check_alike(optimizer: Optimizer, setting: str) -> None:
 def check_loaded(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     """Raise a ``ValueError`` if a state saved by torch's optimizer has settings that this optimizer lacks."""
     for setting in ("maximize", "amsgrad", "nesterov", "dampening"):
-        if found := next((group[setting] for group in state_dict["param_groups"] if group.get(setting)), None):
+        found = next((group[setting] for group in state_dict["param_groups"] if group.get(setting)), None)
+        if found and setting not in optimizer.defaults:
             name = type(optimizer).__name__
             raise ValueError(
                 f"the state is of an optimizer with {setting}={found}, which {name} does not have: it would go on in "
