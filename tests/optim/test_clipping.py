@@ -278,6 +278,14 @@ def test_what_is_not_finite_is_neither_clipped_nor_learned_from():
     assert broken.nan_to_num(7.0, 8.0).tolist() == [1.0, 8.0, 3.0, 7.0]
     clip.learn(1.0)
     assert clip.state() == {"a": 2.0}
+    huge = torch.tensor([1e30, 1.0])  # finite, and its norm in fp32 is not
+    clip.clip("a", huge, 1.0)
+    assert huge.tolist() == [0.0, 0.0]
+    clip.learn(1.0)
+    assert clip.state() == {"a": 2.0}
+    infinite = torch.tensor([torch.inf, 1.0])
+    clip.clip("a", infinite, 1.0)
+    assert infinite.isnan().tolist() == [True, False]  # found by a scaler
     other = LocalClip(1.0)
     other.load_state(clip.state(), torch.device("cpu"))
     assert other.state() == {"a": 2.0}

@@ -413,7 +413,10 @@ class LocalClip:
         norm = torch.linalg.vector_norm(grads, dtype=wide).to(torch.float32)
         if (share := self._shares.get(name)) is not None:
             factor = (self._limit * loss_scale * share / norm).clamp_(max=1.0)
-            factor.masked_fill_(~norm.isfinite(), 1.0)  # ``encode`` handles non-finite blocks one by one
+            # A NaN clips nothing: ``encode`` handles non-finite blocks one by one. An infinite norm, which finite
+            # gradients have too where their squares overflow, makes these 0, as ``clip_grad_norm_`` does, and infinite
+            # gradients NaN.
+            factor.masked_fill_(factor.isnan(), 1.0)
             if grads.device.type != "cpu" or float(factor) < 1:  # reading the factor would synchronize a GPU
                 grads.mul_(factor)
                 norm *= factor
