@@ -605,6 +605,28 @@ def test_shampoo_of_the_docs_is_shampoo() -> None:
     on_ranks(2, shampoo)
 
 
+class Left(yafsdp_cc.optim.MatrixOptimizer):
+    """A state of rows × rows for each part, the first of which is square."""
+
+    def state_shapes(self, rows: int, columns: int) -> dict[str, tuple[int, int]]:
+        return {"left": (rows, rows)}
+
+    def parts(self, name: str, rows: int) -> tuple[int, ...]:
+        return (64, 16, 16)
+
+    def updates(self, gradients: Any, states: Any, group: Any) -> Any:
+        return gradients
+
+
+@ranks(1)
+def test_unequal_parts_have_no_states_of_their_own_shapes() -> None:
+    model = yafsdp_cc.shard(nn.Sequential(nn.Linear(64, 96, bias=False)), units=[nn.Linear], ownership=["0.*"])
+    optimizer = Left(model.parameters(), {"lr": 0.1, "weight_decay": 0.0})
+    model(torch.ones(2, 64)).sum().backward()
+    with pytest.raises(ValueError, match=r"'0.weight' is divided into matrices of \(64, 16, 16\) rows, and the state"):
+        optimizer.step()
+
+
 # Tensor and expert parallelism
 
 

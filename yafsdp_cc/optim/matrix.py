@@ -302,7 +302,8 @@ class MatrixOptimizer(Optimizer):
         lies_as_weight = spec.updated_shape == spec.shape and not spec.is_assembled
         specs: dict[str, ShardSpec] = {}
         for name, shape in self.state_shapes(parts[0], columns).items():
-            if tuple(shape) == (parts[0], columns):
+            # a state of [rows, rows] has the shape of a square part, but not of the others
+            if all(tuple(self.state_shapes(rows, columns)[name]) == (rows, columns) for rows in set(parts)):
                 # a matrix that tensor parallelism divides, or that its owner assembles, has state of its whole shape
                 specs[name] = spec if lies_as_weight else _owned_like(spec, name, spec.updated_shape)
                 continue
