@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import yafsdp_cc
 from tests.internals import flat_params, groups_of, shard_numel, unsharded_weights
+from tests.optim.lossless import Lossless
 from tests.optim.slopes import FORMS, SETTINGS, SHAPES, Reference, Slope, Slopes, drawn, sharded, trained, weights
 from tests.ranks import on_ranks, ranks
 from tests.soak import also
@@ -260,6 +261,36 @@ def test_exact_gradients_of_a_skipped_step_are_dropped() -> None:
         optimizer.zero_grad()
     assert scaler.get_scale() == 512
     assert all(state["exp_avg_sq"].to_local().isfinite().all() for state in optimizer.state.values())
+
+
+@pytest.mark.parametrize("unit", [Slope, Some])
+@ranks(2)
+def test_a_second_moment_has_only_gradients_that_its_parameter_has(unit: type[nn.Module]) -> None:
+    """Against AdamW in one process: a part, a unit or less than one, goes unused after a batch that was cleared."""
+    model: Any = yafsdp_cc.shard(Some(), units=[unit], compression=Compression(Lossless.name, residual="fp32"))
+    optimizer = OneBitAdam(model.parameters(), **SETTINGS, warmup_steps=3, form="gradient", refreshes=100)
+    whole = Some()
+    adamw = torch.optim.AdamW(whole.parameters(), **SETTINGS)
+
+    def loss(of: Any, step: int, rank: int) -> torch.Tensor:
+        first, *others = drawn(step, rank)
+        total: torch.Tensor = of([first if step % 2 else None, *others])
+        return total
+
+    for step in range(9):
+        if step == 6:
+            (model([*drawn(99, 0)[:2], None]) * 100).backward()
+            optimizer.zero_grad()
+        for rank in range(2):
+            (loss(whole, step, rank) / 2).backward()
+        loss(model, step, dist.get_rank()).backward()
+        for each in (optimizer, adamw):
+            each.step()
+            each.zero_grad()
+    for mine, theirs in zip(model.parameters(), whole.parameters(), strict=True):
+        found, wanted = optimizer.state[mine], adamw.state[theirs]
+        assert found["step"] == found.get("variance_step", found["step"]) == wanted["step"]
+        torch.testing.assert_close(found["exp_avg_sq"].full_tensor(), wanted["exp_avg_sq"], rtol=1e-4, atol=1e-9)
 
 
 @ranks(2)

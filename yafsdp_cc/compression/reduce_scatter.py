@@ -300,7 +300,7 @@ class CompressedSum(Collective):
             param.is_left_out = is_frozen and (self._encodes or self._adds_carried)
         self._adds_exact = self.exact_mean is not None and has_grad
         if self._adds_exact:
-            self._drop_cleared_means()
+            self.drop_cleared_means()
         if encodes or self._keeps_exact:
             schedule.clip_gradients(self.flat.name, grads)
         if self._keeps_exact:
@@ -311,9 +311,10 @@ class CompressedSum(Collective):
                 self._add_residual(grads)
                 self.residual.clear()
 
-    def _drop_cleared_means(self) -> None:
+    def drop_cleared_means(self) -> None:
         """Zero ``exact_mean`` where ``.grad`` was cleared, to None or in place, since an earlier sum of this step."""
-        assert self.exact_mean is not None
+        if self.exact_mean is None:
+            return
         for param in self.flat.params:
             part, grad = param.local_range(self.exact_mean), param.parameter.grad
             if grad is None:

@@ -492,11 +492,13 @@ class OneBitOptimizer(Optimizer):
             name = type(self).__name__
             raise RuntimeError(f"{name} has parameters of losses with different scales, {sorted(scales)}")
         scale = scales.pop()
+        for compressed in dict.fromkeys(self._encoded.values()):
+            compressed.drop_cleared_means()
         found: list[tuple[Any, Tensor]] = []
         for parameter in self._parameters:
             param, compressed = _fsdp_param(parameter), self._encoded.get(id(parameter))
-            if not parameter.requires_grad and parameter.grad is None:
-                continue  # the sum of a frozen parameter's flat buffer has zeros for it, which are no gradient
+            if parameter.grad is None:
+                continue  # the sum of a flat buffer has zeros for a parameter without a gradient, which are no gradient
             if param is not None and compressed is not None and compressed.exact_mean is not None:
                 found.append((parameter, param.local_range(compressed.exact_mean).div_(scale)))
         if self.max_grad_norm is not None and found:
