@@ -137,7 +137,8 @@ def test_the_second_moment_learns_from_exact_sums_that_are_clipped_like_the_othe
             used = weight.grad.full_tensor()
         else:
             means = [torch.stack([drawn(step, each)[part] for each in range(ranks)]).mean(0) for part in range(3)]
-            norm = torch.cat([each.flatten() for each in means]).norm()
+            biases = [each.sum(1) for each in means]  # gradients of parameters that are never encoded count, too
+            norm = torch.cat([each.flatten() for each in [*means, *biases]]).norm()
             used = mean * min(1.0, 5.0 / (norm.item() + 1e-6))
         optimizer.step()
         optimizer.zero_grad()

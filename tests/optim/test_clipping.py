@@ -13,7 +13,8 @@ from torch.nn.utils import clip_grad_norm_
 
 import yafsdp_cc
 from tests.internals import LocalClip, awaits_exact_step, flat_param, has_exact_sum, unsharded_params
-from tests.optim.slopes import SETTINGS, Slope, Slopes, drawn, sharded, weights
+from tests.optim.lossless import Lossless
+from tests.optim.slopes import FORMS, SETTINGS, Slope, Slopes, drawn, sharded, weights
 from tests.ranks import on_ranks, ranks
 from tests.soak import also
 from tests.streams import streams
@@ -67,6 +68,27 @@ def test_large_gradients_are_clipped_in_the_momentum_as_adamw_has_it(world, grad
         trained(model, optimizer, range(5, 25), clips=False)  # what a loop would clip is the momentum
     assert far(exact, clipped) < (0.1 if gradients == "int8" else 0.4), far(exact, clipped)
     assert far(exact, raw) > 0.5, far(exact, raw)
+
+
+@FORMS
+@ranks(2)
+def test_the_limit_is_one_of_all_gradients_encoded_or_not(form: str) -> None:
+    """The second moment of what is encoded, beside biases and a part that are not, against AdamW in one process."""
+    model = sharded(Lossless.name, compression={"overrides": {"parts.1.*": "fp32"}})
+    optimizer = led(model, form=form, refreshes=1000)
+    whole = Slopes()
+    adamw = torch.optim.AdamW(whole.parameters(), **SETTINGS)
+    for step in range(14):
+        for rank in range(2):
+            (whole([each * spike(step) for each in drawn(step, rank)]) / 2).backward()
+        clip_grad_norm_(whole.parameters(), LIMIT)
+        adamw.step()
+        adamw.zero_grad()
+        trained(model, optimizer, range(step, step + 1), clips=step < 5 or form == "gradient")
+    for mine, theirs in list(zip(model.parameters(), whole.parameters(), strict=True))[::4]:
+        found, wanted = optimizer.state[mine]["exp_avg_sq"].full_tensor(), adamw.state[theirs]["exp_avg_sq"]
+        # in the momentum form ranks clip what they send by estimates of their share
+        assert (found - wanted).norm() < (1e-5 if form == "gradient" else 0.2) * wanted.norm()
 
 
 @ranks(2)

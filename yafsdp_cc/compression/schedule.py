@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from yafsdp_cc.compression.config import Compression
     from yafsdp_cc.engine.state import FSDPState
 
+EXACT_GRADIENTS = "gradients without a codec"
+"""Name for ``LocalClip`` of the gradients that are never encoded, beside the names of flat parameters."""
 _FEW_BITS = 4
 """Bits per element below which optimizers outside of the 1-bit family learn less well."""
 
@@ -150,6 +152,11 @@ class CompressionSchedule(CompressionObserver):
         """Share of a gradient that enters the momentum: 1 - beta for an average, 1 for a sum."""
         self.clip: LocalClip | None = None
         """Clips gradients before they are encoded, in the momentum form only."""
+        self.has_limit = False
+        """Whether the optimizer has a limit of the mean gradient's norm."""
+        self.exact_norms: list[Tensor] = []
+        """Norm of each mean gradient without a codec, of the scaled loss and unclipped, where sums are kept and there
+        is a limit; until the optimizer clears the list."""
         self.loss_scale = 1.0
         """Factor of the losses, and so of gradients and residuals."""
         self.micro_batches = 1
@@ -201,6 +208,7 @@ class CompressionSchedule(CompressionObserver):
         """
         self.controller, self.phase = weakref.ref(controller), Phase.EXACT
         self.beta, self.share = controller.decay
+        self.has_limit = max_grad_norm is not None
         self.clip = LocalClip(max_grad_norm) if self.beta and max_grad_norm is not None else None
 
     @torch.no_grad()
@@ -259,6 +267,17 @@ class CompressionSchedule(CompressionObserver):
 
     def after_backward(self) -> None:
         self._has_grads = True
+
+    @torch.no_grad()
+    def after_final_reduce(self) -> None:
+        """Keep norms of gradients without a codec, which the loop clips before the optimizer sees them. Ranks reduce
+        them in the optimizer's step: no collective belongs here."""
+        self.exact_norms = [
+            torch.linalg.vector_norm(param.parameter.grad, dtype=torch.float32).to(self.state.context.device)
+            for param in (self.state.params if self.has_limit and self.phase.keeps_exact else ())
+            if param.parameter.grad is not None
+            and not any(id(each) in self._sums for each in (param.flat.sum_collectives if param.flat else ()))
+        ]
 
     def count_step(self) -> None:
         """Count a warm-up step if weights have changed since the last forward and a backward was made: weights that

@@ -201,8 +201,7 @@ def exchange_over_store(store: Store, key: str, rank: int, ranks: Sequence[int],
         store.set(f"{key}/{rank}", text)
     for other in range(len(ranks)):
         try:
-            left = max(until - time.monotonic(), _GLANCE)
-            store.wait([f"{key}/{other}"], timedelta(seconds=left))
+            store.wait([f"{key}/{other}"], timedelta(seconds=max(until - time.monotonic(), _GLANCE)))
             answers.append(store.get(f"{key}/{other}").decode())
         except (RuntimeError, ValueError):
             answers.append(text if other == rank else "no answer")

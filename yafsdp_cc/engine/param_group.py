@@ -397,8 +397,7 @@ class ParamGroup(StepState):
 
         for observer in context.observers:
             observer.before_gather(self.name, overflows=unsharded is not self.unsharded)
-        whole = len(stale) == len(held)
-        operation = "gather" if whole else f"gather {[each[2] is None for each in stale]}"
+        operation = "gather" if len(stale) == len(held) else f"gather {[each[2] is None for each in stale]}"
         context.fingerprint.agree(operation, self.name, describe=context.describe)
         buffer.owner = None  # an all-gather that raises leaves the buffer without an owner, to be gathered anew
         if prepared := [(all_gather, output) for all_gather, output, *_ in stale if all_gather.prepares]:
@@ -563,8 +562,7 @@ class ParamGroup(StepState):
         context.fingerprint.agree(operation, self.name, self.flats, context.describe)
         reduce_span = handle = None
         if context.traces:
-            planned_bytes = sum(flat.reduce_scatter.planned_bytes() for flat in grads.flats)
-            reduce_span = span("reduce", self.name, planned_bytes)
+            reduce_span = span("reduce", self.name, sum(flat.reduce_scatter.planned_bytes() for flat in grads.flats))
             handle = reduce_span.start()
         for flat, whole, written in zip(grads.flats, grads.flat, used, strict=True):
             finish = partial(flat.complete_reduce, whole, written)

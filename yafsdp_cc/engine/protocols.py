@@ -202,3 +202,6 @@ class Observer:
 
     def after_backward(self) -> None:
         """Handle that all reduces of a backward were issued; the engine waits for them next."""
+
+    def after_final_reduce(self) -> None:
+        """Handle that the mean gradients of a backward are in ``.grad``, before the caller has changed them."""

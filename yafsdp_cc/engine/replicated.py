@@ -213,9 +213,7 @@ class ReplicatedParams:
         if self._replicas is not None:
             for work in self._replicas.all_reduce(total, async_op):
                 work.wait()
-        if in_place:
-            return ()
-        return comm.all_gather(self._totals, comm.own_chunk(self._totals).copy_(total), async_op)
+        return () if in_place else comm.all_gather(self._totals, comm.own_chunk(self._totals).copy_(total), async_op)
 
     def add_to_grads(self) -> None:
         """Add the summed gradients, divided, to ``.grad``."""

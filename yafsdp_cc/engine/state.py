@@ -587,8 +587,9 @@ class FSDPState(_ModelStep):
         replicated.add_to_grads()
         self._has_new_grads = True
         self.wait_for_transfers()
-        has_peers = context.gather.comm.world > 1 or context.replicas is not None
-        hand_out_grads(reduced, totals if has_peers else None)
+        hand_out_grads(reduced, totals if context.gather.comm.world > 1 or context.replicas is not None else None)
+        for observer in context.observers:
+            observer.after_final_reduce()
 
     def _is_fed(self, param: FSDPParam) -> bool:
         """Return whether error feedback has brought a gradient of ``param``, which perhaps no rank has used."""

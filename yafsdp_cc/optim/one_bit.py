@@ -10,6 +10,7 @@ something finite (Lu et al., "0/1 Adam", 2022, section 4.1).
 from __future__ import annotations
 
 import gc
+import math
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,7 +22,7 @@ from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from yafsdp_cc.compression.codec import AUTO
-from yafsdp_cc.compression.schedule import CompressionSchedule, Phase
+from yafsdp_cc.compression.schedule import EXACT_GRADIENTS, CompressionSchedule, Phase
 from yafsdp_cc.compression.state import compressed_sum_of
 from yafsdp_cc.engine.param import owner_of
 from yafsdp_cc.engine.state import engine_of
@@ -492,8 +493,8 @@ class OneBitOptimizer(Optimizer):
             name = type(self).__name__
             raise RuntimeError(f"{name} has parameters of losses with different scales, {sorted(scales)}")
         scale = scales.pop()
-        for compressed in dict.fromkeys(self._encoded.values()):
-            compressed.drop_cleared_means()
+        for each in dict.fromkeys(self._encoded.values()):
+            each.drop_cleared_means()
         found: list[tuple[Any, Tensor]] = []
         for parameter in self._parameters:
             param, compressed = _fsdp_param(parameter), self._encoded.get(id(parameter))
@@ -502,8 +503,14 @@ class OneBitOptimizer(Optimizer):
             if param is not None and compressed is not None and compressed.exact_mean is not None:
                 found.append((parameter, param.local_range(compressed.exact_mean).div_(scale)))
         if self.max_grad_norm is not None and found:
-            norm = get_total_norm([flat_dtensor(exact, parameter.shard_spec) for parameter, exact in found])
-            total = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+            means = [flat_dtensor(exact, parameter.shard_spec) for parameter, exact in found]
+            norms = [float(_value_of(get_total_norm(means)))]
+            for schedule in self._schedules:
+                if schedule.exact_norms:
+                    norm = _value_of(torch.linalg.vector_norm(torch.stack(schedule.exact_norms)))
+                    schedule.clip_gradients(EXACT_GRADIENTS, norm)  # as ranks have clipped what they encoded
+                    norms.append(float(norm) / scale)
+            total = math.hypot(*norms)
             for schedule in self._schedules:
                 if schedule.clip is not None:
                     schedule.clip.learn(total)
@@ -513,6 +520,8 @@ class OneBitOptimizer(Optimizer):
         return found
 
     def _drop_exact_means(self) -> None:
+        for schedule in self._schedules:
+            schedule.exact_norms.clear()
         for compressed in self._encoded.values():
             compressed.exact_mean = None
 
@@ -529,6 +538,10 @@ class OneBitOptimizer(Optimizer):
                 "number of tokens for example, has to divide the loss in its place",
                 stacklevel=3,
             )
+
+
+def _value_of(norm: Tensor) -> Tensor:
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def _fsdp_param(parameter: Tensor) -> FSDPParam | None:
