@@ -114,6 +114,20 @@ def test_a_second_moment_of_many_steps_is_taken_for_what_it_is(tmp_path: Any) ->
         assert (one - other).norm() < 0.1 * (other - old).norm()
 
 
+@ranks(2)
+def test_loading_a_state_twice_does_what_loading_it_once_does() -> None:
+    model, exact = sharded(), sharded(compression={"overrides": {"parts.0.*": "fp32"}})
+    settings: dict[str, Any] = SETTINGS | {"warmup_steps": 3, "refreshes": 0}
+    optimizer, again = OneBitAdam(model.parameters(), **settings), OneBitAdam(exact.parameters(), **settings)
+    trained(model, optimizer, range(8))
+    state = optimizer.state_dict()
+    of_three = optimizer.state[model.parts[0].weight]["exp_avg_sq"].full_tensor()
+    wanted = of_three * (1 - 0.95**8) / (1 - 0.95**3)  # never encoded from here on: as if of all eight gradients
+    for _ in range(2):
+        again.load_state_dict(state)
+        torch.testing.assert_close(again.state[exact.parts[0].weight]["exp_avg_sq"].full_tensor(), wanted)
+
+
 def goes_on_alike(fresh: Callable[[], Any], train: Callable[..., Any], path: Path, saved_at: int, end: int) -> None:
     """A run that was saved, and another one that has loaded it, end with the same weights bit for bit."""
     one, other = fresh(), fresh()

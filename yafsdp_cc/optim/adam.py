@@ -91,7 +91,8 @@ class OneBitAdam(OneBitOptimizer):
             # A state saved in the encoded phase has a second moment of fewer gradients than steps, for all of which
             # AdamW corrects it.
             beta2 = self.param_groups[0]["betas"][1]
-            state["exp_avg_sq"].mul_((1 - beta2 ** float(state["step"])) / (1 - beta2**seen))
+            factor = (1 - beta2 ** float(state["step"])) / (1 - beta2**seen)
+            state["exp_avg_sq"] = state["exp_avg_sq"] * factor  # not in place: a caller of ``load_state_dict`` has it
 
     @property
     def phase(self) -> Phase:
