@@ -244,7 +244,7 @@ def test_what_cannot_work_is_said() -> None:
     ):
         with pytest.raises(ValueError, match=words):
             kind(given)
-    optimizer = OneBitSGD(parameters)
+    optimizer = OneBitSGD([{"params": parameters[:1]}, {"params": parameters[1:]}])
     backward(model, 0)
     module = net()
     for ours, plain in (
@@ -254,6 +254,14 @@ def test_what_cannot_work_is_said() -> None:
     ):
         with pytest.raises(ValueError, match=r"(nesterov=True|dampening=0.1|maximize=True), which .* does not have"):
             ours.load_state_dict(plain.state_dict())
+    differing = optimizer.state_dict()
+    differing["param_groups"][1]["momentum"] = 0.5
+    with pytest.raises(ValueError, match=r"the same momentum in all groups: .* not \[0.9, 0.5\]"):
+        optimizer.load_state_dict(differing)
+    optimizer.param_groups[1]["momentum"] = 0.5  # as OneCycleLR does that is given a list
+    with pytest.raises(ValueError, match=r"the same momentum in all groups: .* not \[0.9, 0.5\]"):
+        optimizer.step()
+    assert optimizer.steps == 0
     with pytest.raises(RuntimeError, match=r"has a .grad already, .* call optimizer.zero_grad"):
         loss_of(model, 1, 0).backward()
     optimizer.zero_grad()

@@ -78,14 +78,15 @@ def check_settings(defaults: dict[str, Any]) -> None:
         raise ValueError(", ".join(f"{name}={value}" for name, value in found.items()) + ": 0 or more")
 
 
-def check_alike(optimizer: Optimizer, setting: str) -> None:
-    """Raise a ``ValueError`` if parameter groups differ in a setting of the momentum that ranks share."""
-    first, *others = (
-        torch.tensor(group[setting], dtype=torch.float64, device="cpu") for group in optimizer.param_groups
-    )
-    if not all(each.equal(first) for each in others):
-        name = type(optimizer).__name__
-        raise ValueError(f"{name} takes the same {setting} in all groups: ranks share one momentum")
+def check_alike(optimizer: Optimizer, groups: Iterable[dict[str, Any]]) -> None:
+    """Raise a ``ValueError`` if ``groups``, present or to be loaded, differ in the decay of what ranks share."""
+    setting = "betas" if "betas" in optimizer.defaults else "momentum"
+    found = [torch.tensor(each[setting], dtype=torch.float64, device="cpu") for each in groups if setting in each]
+    if not all(each.equal(found[0]) for each in found):
+        raise ValueError(
+            f"{type(optimizer).__name__} takes the same {setting} in all groups: ranks share one momentum. Groups, "
+            f"schedulers and loaded states have to give all the same, not {[each.tolist() for each in found]}"
+        )
 
 
 def check_loaded(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
@@ -164,7 +165,7 @@ class OneBitOptimizer(Optimizer):
         self.max_grad_norm = max_grad_norm
         self._step_supports_amp_scaling = True  # makes a GradScaler set found_inf and grad_scale
         super().__init__(params, defaults)
-        check_alike(self, "betas" if "betas" in defaults else "momentum")
+        check_alike(self, self.param_groups)
         self._set_steps(0)
         self._encoded: dict[int, CompressedSum] = {}
         """Compressed sum of each parameter whose gradient is encoded after the warm-up, by the parameter's id."""
@@ -195,6 +196,7 @@ class OneBitOptimizer(Optimizer):
         """Make a step, and set the phase of the next backward. ``closure`` is called as by torch's optimizers."""
         loss = loss_of(closure)
         self._check_control()
+        check_alike(self, self.param_groups)
         for compressed in self._encoded.values():
             compressed.is_unused = False
         phase = self._phase_now
@@ -317,6 +319,7 @@ class OneBitOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of any number of ranks, the position in the warm-up included."""
         check_loaded(self, state_dict)
+        check_alike(self, state_dict["param_groups"])
         super().load_state_dict(state_dict)
         keep_dtypes(self, state_dict)
         recorded = [int(group.get(STEPS, 0)) for group in self.param_groups]
