@@ -18,9 +18,12 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import yafsdp_cc
 from tests import reference
 from tests.integrations.examples import EXAMPLES, as_launched
+from tests.optim.lossless import Lossless
 from tests.pipelining.worlds import CPU, LENGTH, LOOPED, MICRO_BATCHES, V_SHAPED, WIDTH, parts
 from tests.ranks import on_ranks, ranks
 from tests.versions import COMPRESSED_STAGES
+from yafsdp_cc import Compression
+from yafsdp_cc.optim import OneBitAdam
 from yafsdp_cc.pipelining import CompressedShardedStage, CompressedStage, prepare_schedule
 
 pytestmark = COMPRESSED_STAGES
@@ -107,6 +110,30 @@ def test_several_sharded_stages_on_a_rank() -> None:
     plain = CompressedStage(modules[place], place, 2, CPU, group=mesh["pipeline"].get_group())
     with pytest.raises(TypeError, match=r"is sharded by yafsdp_cc: build it as CompressedShardedStage"):
         prepare_schedule(Schedule1F1B(plain, MICRO_BATCHES, F.mse_loss))
+
+
+@ranks(2)
+def test_a_limit_in_a_stage_is_of_the_mean_over_micro_batches() -> None:
+    """The second moment of one encoded weight, beside parameters that are not encoded, against AdamW's."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pipeline", "data"))
+    data = torch.randn(2, 8, LENGTH, WIDTH, generator=torch.Generator().manual_seed(1))
+    compression = Compression(Lossless.name, residual="fp32", overrides={"down.*": "fp32"})
+    part: Any = yafsdp_cc.shard(parts(1)[0], units=[nn.Linear], mesh=mesh["data"], compression=compression)
+    stage = CompressedShardedStage(part, 0, 1, CPU, group=mesh["pipeline"].get_group())
+    schedule = prepare_schedule(Schedule1F1B(stage, MICRO_BATCHES, F.mse_loss))
+    optimizer = OneBitAdam(part.parameters(), warmup_steps=1, form="gradient", refreshes=9, max_grad_norm=0.01)
+    whole: Any = parts(1)[0]
+    adamw = torch.optim.AdamW(whole.parameters())
+    for _ in range(4):
+        schedule.step(data[dist.get_rank()], target=data[dist.get_rank()].flip(-1))
+        for batch in data:
+            (_loss(whole, batch) / 2).backward()
+        for each, model in ((optimizer, part), (adamw, whole)):
+            assert nn.utils.clip_grad_norm_(model.parameters(), 0.01) > 0.02
+            each.step()
+            each.zero_grad()
+    found, wanted = optimizer.state[part.up.weight]["exp_avg_sq"], adamw.state[whole.up.weight]["exp_avg_sq"]
+    assert (found.full_tensor() - wanted).norm() < 1e-4 * wanted.norm()
 
 
 def _loss(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:

@@ -272,12 +272,16 @@ class CompressionSchedule(CompressionObserver):
     def after_final_reduce(self) -> None:
         """Keep norms of gradients without a codec, which the loop clips before the optimizer sees them. Ranks reduce
         them in the optimizer's step: no collective belongs here."""
-        self.exact_norms = [
-            torch.linalg.vector_norm(param.parameter.grad, dtype=torch.float32).to(self.state.context.device)
+        grads = [
+            param.parameter.grad
             for param in (self.state.params if self.has_limit and self.phase.keeps_exact else ())
             if param.parameter.grad is not None
             and not any(id(each) in self._sums for each in (param.flat.sum_collectives if param.flat else ()))
         ]
+        if self.micro_batches != 1:  # a stage of a pipeline divides these gradients when the last one is reduced
+            grads = [grad / self.micro_batches for grad in grads]
+        device = self.state.context.device
+        self.exact_norms = [torch.linalg.vector_norm(grad, dtype=torch.float32).to(device) for grad in grads]
 
     def count_step(self) -> None:
         """Count a warm-up step if weights have changed since the last forward and a backward was made: weights that
