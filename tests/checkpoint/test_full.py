@@ -5,6 +5,7 @@ import ctypes
 import gc
 import re
 from pathlib import Path
+from types import MethodType
 
 import pytest
 import torch
@@ -210,6 +211,19 @@ def test_a_sharded_model_becomes_plain():
     same(model.state_dict(), expected.state_dict())
     model.load_state_dict(expected.state_dict(), assign=True)
     copy.deepcopy(model)
+
+
+@ranks(1)
+def test_methods_of_an_object_outlive_its_sharding():
+    model = nn.Linear(4, 4)
+    own = model.score = MethodType(lambda self, x: x @ self.weight.T, model)
+    yafsdp_cc.shard(model, units=[model])
+    for name in ("score", "score", "extra_repr"):
+        yafsdp_cc.register_forward_method(model, name)
+    expected = model.score(torch.ones(1, 4))
+    assert vars(yafsdp_cc.unshard_model(model))["score"] is own
+    assert "extra_repr" not in vars(model)
+    assert model.score(torch.ones(1, 4)).equal(expected)
 
 
 @ranks(2)

@@ -519,7 +519,7 @@ def make_sharded(module: nn.Module) -> None:
 
 def make_plain(module: nn.Module) -> None:
     """Undo ``make_sharded`` and ``register_forward_method`` on ``module``."""
-    for undo in module.__dict__.pop(_UNDO):
+    for undo in reversed(module.__dict__.pop(_UNDO)):
         undo()
     for hook in chain.from_iterable(module.__dict__.pop(PARTS, {}).values()):
         hook.remove()
@@ -649,8 +649,10 @@ def register_forward_method(module: nn.Module, name: str) -> None:
             output = finish(output)
         return output
 
-    module.__dict__[name] = with_weights
-    _undo_later(module, functools.partial(module.__dict__.pop, name, None))
+    own = vars(module)
+    restore = functools.partial(own.__setitem__, name, method) if name in own else functools.partial(own.pop, name, None)
+    own[name] = with_weights
+    _undo_later(module, restore)
 
 
 # Unsharded parameters outside of a forward -------------------------------------------------------------------------
