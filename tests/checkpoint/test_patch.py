@@ -1,5 +1,8 @@
 """Patches of weights, decoded as TRL's receivers do: they give the model's weights bit for bit."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -106,6 +109,20 @@ def test_patches_reconstruct_the_weights(form, dtype, steps, tmp_path):
     share, size = on_ranks(FORMS[form][1], reconstructed, form, dtype, steps, str(tmp_path), timeout=600.0)[0]
     print(f"\n{form}, {dtype}, {steps} steps: {share:.2%} of the weights change in one, {size:.2f} bytes each")
     assert size <= 4 + dtype.itemsize
+
+
+@ranks(1)
+def test_what_was_sent_is_forgotten_with_the_sharding():
+    model = sharded()
+    for made in range(2):
+        patches = [yafsdp_cc.weight_patch(model, dtype=(torch.bfloat16, FP8)[made]) for _ in range(2)]
+        assert [each.metadata["model_version"] for each in patches] == ["0", "1"]
+        yafsdp_cc.shard(yafsdp_cc.unshard_model(model))
+    yafsdp_cc.weight_patch(model)
+    alive = weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None
 
 
 @ranks(1)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from yafsdp_cc.engine.layout import ShardSpec
     from yafsdp_cc.engine.param import FSDPParam
+    from yafsdp_cc.engine.spec import ParamGroupSpec
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer dtypes by size in bytes: weights are compared as integers, bit by bit, NaN and -0.0 included."""
@@ -66,18 +67,20 @@ class _Sent:
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
         self.patches = 0
-        self.weights: dict[FSDPParam, Tensor] = {}
-        """This rank's range of each parameter, cast to ``dtype`` and viewed as integers."""
+        self.weights: dict[str, Tensor] = {}
+        """This rank's range of each parameter, by name, cast to ``dtype`` and viewed as integers. (A key that refers to
+        the ``ParamGroupSpec`` of ``_sent`` would keep the model alive.)"""
 
     def change(self, param: FSDPParam) -> Tensor | None:
         """Store the present weights; return where they differ from those of the last call, None in the first."""
-        before = self.weights.get(param)
+        before = self.weights.get(param.spec.name)
         now = param.local.detach().view(-1).to(self.dtype, copy=True).view(_BITS[self.dtype.itemsize])
-        self.weights[param] = now
+        self.weights[param.spec.name] = now
         return None if before is None else (now != before).nonzero().view(-1)
 
 
-_sent: WeakKeyDictionary[nn.Module, _Sent] = WeakKeyDictionary()
+_sent: WeakKeyDictionary[ParamGroupSpec, _Sent] = WeakKeyDictionary()
+"""Weights sent since ``shard``, by the spec of the root, which ends with the sharding and outlives changed settings."""
 
 
 @torch.no_grad()
@@ -85,9 +88,10 @@ def weight_patch(model: nn.Module, *, dtype: torch.dtype = torch.bfloat16) -> We
     """Return all changes of this rank's weights, cast to ``dtype``, since the last patch, bit for bit.
 
     The patches of all ranks together are the model's; weights that several ranks hold are in the patch of the first
-    one. The first call stores the weights and returns an empty patch: send whole weights to receivers then, as from
-    ``save_safetensors``. A copy of this rank's shards in ``dtype`` is kept, and one parameter is cast at a time. Not a
-    collective; with ``sync`` it calls ``synchronize_replicas``, and each replica has the patches of a whole model.
+    one. The first call after each ``shard`` stores the weights and returns an empty patch, of ``model_version`` 0: send
+    whole weights to receivers then, as from ``save_safetensors``. A copy of this rank's shards in ``dtype`` is kept,
+    and one parameter is cast at a time. Not a collective; with ``sync`` it calls ``synchronize_replicas``, and each
+    replica has the patches of a whole model.
 
     Args:
         model: the model that was passed to ``shard``; its floating-point parameters are compared, its buffers are not.
@@ -105,7 +109,7 @@ def weight_patch(model: nn.Module, *, dtype: torch.dtype = torch.bfloat16) -> We
     check_at_rest(state, "weight_patch")
     synchronize_replicas(model)
     check_shows_shards(model, "weight_patch")
-    sent = _sent.setdefault(state.model, _Sent(dtype))
+    sent = _sent.setdefault(state.specs[-1], _Sent(dtype))
     if sent.dtype != dtype:
         raise ValueError(f"weight_patch(dtype={dtype}), but patches of this model were of {sent.dtype}: pass that")
     for param in state.params:
@@ -120,7 +124,7 @@ def weight_patch(model: nn.Module, *, dtype: torch.dtype = torch.bfloat16) -> We
         if places is None or not places.numel():
             continue
         changed += places.numel()
-        values = sent.weights[param].index_select(0, places).view(dtype)
+        values = sent.weights[param.spec.name].index_select(0, places).view(dtype)
         name = plain_name(param.spec.name)
         tensors[f"{name}.val"] = values.cpu()
         tensors[f"{name}.idx"] = _gaps(_in_whole(param.spec, places)).cpu()
