@@ -423,6 +423,20 @@ def test_replicas_are_synchronized_where_parameters_show_unsharded_weights() -> 
         assert torch.equal(each, first)
 
 
+@pytest.mark.parametrize("sync", [Overlap(), Gossip(), Outer(every=4)])
+@ranks(2)
+def test_a_model_that_is_made_plain_has_what_was_under_way(sync: Any) -> None:
+    twin, model = sharded(2, 1, copy.deepcopy(sync)), sharded(2, 1, sync)
+    for each in (twin, model):
+        train(each, AdamW(each.parameters(), **ADAMW), range(3))
+    yafsdp_cc.synchronize_replicas(twin)
+    for name, found in yafsdp_cc.unshard_model(model).state_dict().items():
+        assert torch.equal(found, whole(twin.get_parameter(name)))
+    assert not model._state_dict_pre_hooks
+    yafsdp_cc.shard(model, mesh=mesh_of(2, 1), sync="overlap")
+    train(model, AdamW(model.parameters(), **ADAMW), range(1))
+
+
 @pytest.mark.parametrize("steps", [0, 2])
 @pytest.mark.parametrize("sync", [Overlap(), Outer(every=2)])
 @ranks(2)

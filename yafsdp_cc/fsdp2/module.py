@@ -40,7 +40,7 @@ from yafsdp_cc.sharding.materialize import move_buffers
 from yafsdp_cc.tensor.dtensor import FlatDTensor
 from yafsdp_cc.tensor.loading import apply_to_shards, follow_assignments
 from yafsdp_cc.tensor.module_parameters import install_module_parameters, remove_module_parameters
-from yafsdp_cc.tensor.shown import COPY_OF, LEFT_OVER
+from yafsdp_cc.tensor.shown import COPY_OF, LEFT_OVER, REPLICA_SYNC
 from yafsdp_cc.tensor.unsharded import register_until_reshard, reshard, reshard_for_state_dicts, unshard_until_reshard
 from yafsdp_cc.tensor.unwritten import makes_empty, mark_unwritten
 
@@ -60,8 +60,11 @@ _UNDO = "_yafsdp_cc_undo"
 """Name of an attribute of sharded modules: functions that undo what sharding has done to them."""
 MANAGED = "_is_fsdp_managed_module"
 """Attribute by which Transformers and ``torch.compile`` know a module of FSDP."""
-_OURS = ("_local_tensor", "shard_spec", "_is_param", SUBCLASS)
+_OURS = ("_local_tensor", "shard_spec", "_is_param", SUBCLASS, REPLICA_SYNC)
 """Entries that sharding makes in the ``__dict__`` of a sharded parameter; all others are users' and frameworks' own."""
+
+BEFORE_UNSHARD: list[Callable[[nn.Module], None]] = []
+"""Functions that ``unshard_model`` calls first, on all ranks: what is under way for a model ends before it is plain."""
 
 
 class MisuseError(ValueError, AssertionError):
@@ -504,15 +507,15 @@ def make_sharded(module: nn.Module) -> None:
     # torch's ``replicate`` and DDP leave out modules that this registry names
     registry = module.__dict__.setdefault(REGISTRY_KEY, {})
     registry["fully_shard"] = RegistryItem()
-    _undo_later(module, functools.partial(_unregister, module))
+    undo_later(module, functools.partial(_unregister, module))
     hooks = install_hooks(module)
     if (spec := spec_of(module)) is not None and module is spec.modules[0]:
         hooks += [*follow_assignments(spec), *reshard_for_state_dicts(spec)]
         for holder in {holder for param in spec.params for holder, _ in param.sites}:
             install_module_parameters(holder)
-            _undo_later(module, functools.partial(remove_module_parameters, holder))
+            undo_later(module, functools.partial(remove_module_parameters, holder))
     for hook in hooks:
-        _undo_later(module, hook.remove)
+        undo_later(module, hook.remove)
     if len(specs_below(module)) > 1:
         hook_parts(module)
 
@@ -541,7 +544,8 @@ def class_of(module: nn.Module) -> type[nn.Module]:
     return kind.__mro__[ShardedModule._orig_cls_mro_index] if isinstance(module, ShardedModule) else kind
 
 
-def _undo_later(module: nn.Module, undo: Callable[[], Any]) -> None:
+def undo_later(module: nn.Module, undo: Callable[[], Any]) -> None:
+    """Let ``unshard_model`` call ``undo``."""
     module.__dict__.setdefault(_UNDO, []).append(undo)
 
 
@@ -650,9 +654,11 @@ def register_forward_method(module: nn.Module, name: str) -> None:
         return output
 
     own = vars(module)
-    restore = functools.partial(own.__setitem__, name, method) if name in own else functools.partial(own.pop, name, None)
+    restore = (
+        functools.partial(own.__setitem__, name, method) if name in own else functools.partial(own.pop, name, None)
+    )
     own[name] = with_weights
-    _undo_later(module, restore)
+    undo_later(module, restore)
 
 
 # Unsharded parameters outside of a forward -------------------------------------------------------------------------
@@ -834,6 +840,7 @@ def unshard_model(model: Model, *, rank0_only: bool = False, device: torch.devic
     """Undo ``shard``: whole, plain parameters again, the model's own classes, no hooks of the engine. A collective.
 
     Groups are gathered one by one: beside the plain model a rank holds its shards and one group. Gradients are dropped.
+    With ``sync`` all replicas have the same weights, as after ``synchronize_replicas``, and train apart from then on.
     An optimizer still refers to the sharded parameters and their memory: make a new one.
 
     Args:
@@ -854,6 +861,8 @@ def unshard_model(model: Model, *, rank0_only: bool = False, device: torch.devic
     check_shows_shards(model, "unshard_model")
     if state.model is not model:
         raise ValueError(f"this {class_of(model).__name__} is a part of a sharded model: unshard the whole of it")
+    for finish in BEFORE_UNSHARD:
+        finish(model)
     for param, whole in whole_params_by_group(state, everywhere=not rank0_only):
         plain = _unsharded_parameter(param, whole, device)
         plain.__dict__.update({name: note for name, note in vars(param.parameter).items() if name not in _OURS})

@@ -32,12 +32,20 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from yafsdp_cc.engine.communicator import Communicator
 from yafsdp_cc.engine.layout import Layout
-from yafsdp_cc.fsdp2.module import ShardedModule, check_shows_shards, ranks_of_model, require_state
+from yafsdp_cc.fsdp2.module import (
+    BEFORE_UNSHARD,
+    ShardedModule,
+    check_shows_shards,
+    ranks_of_model,
+    require_state,
+    undo_later,
+)
 from yafsdp_cc.optim.matrix import MatrixOptimizer
 from yafsdp_cc.optim.one_bit import OneBitOptimizer
 from yafsdp_cc.ranks.checks import all_gather_objects, check_settings
 from yafsdp_cc.ranks.mesh import broadcast_values, shard_group
 from yafsdp_cc.tensor.module_parameters import named_sharded_parameters
+from yafsdp_cc.tensor.shown import REPLICA_SYNC
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -62,11 +70,10 @@ class _Bound(NamedTuple):
 
     @staticmethod
     def of(parameter: Tensor) -> _Bound:
-        found = getattr(parameter, _BOUND, None)
+        found = getattr(parameter, REPLICA_SYNC, None)
         return found if isinstance(found, _Bound) else _UNBOUND
 
 
-_BOUND = "_yafsdp_cc_replica_sync"
 _UNBOUND = _Bound(None, False)
 
 
@@ -183,10 +190,12 @@ class ReplicaSync(ABC):
         with torch.no_grad():
             self.connect(model, mesh)
         for parameter in (*named.values(), *self._frozen.values()):
-            setattr(parameter, _BOUND, _Bound(self, parameter.requires_grad))
+            setattr(parameter, REPLICA_SYNC, _Bound(self, parameter.requires_grad))
         self.prepare()
         if self.finishes_alone:
-            model.register_state_dict_pre_hook(lambda *_: self.settle())
+            hook = model.register_state_dict_pre_hook(lambda *_: self.settle())
+            if isinstance(model, ShardedModule):
+                undo_later(model, hook.remove)
         _watch_optimizers()
 
     def settle(self) -> None:
@@ -276,6 +285,9 @@ def synchronize_replicas(model: nn.Module) -> None:
     if sync is not None:
         sync.settle()
         sync.compare_steps()
+
+
+BEFORE_UNSHARD.append(synchronize_replicas)
 
 
 def refuse_sync(call: str, *models: nn.Module) -> None:

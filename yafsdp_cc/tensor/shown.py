@@ -26,6 +26,9 @@ LEFT_OVER = "_yafsdp_cc_left_over"
 COPY_OF = "_yafsdp_cc_copy_of"
 """Attribute of a whole parameter that ``whole_parameters`` has shown: the sharded one's ``ShardSpec``."""
 
+REPLICA_SYNC = "_yafsdp_cc_replica_sync"
+"""Attribute of the parameters of a model whose replicas are synchronized: by which ``ReplicaSync``, if trained."""
+
 
 class ReplacedParameter(torch.nn.Parameter):
     """A parameter that was replaced by a sharded one, as lists of ``parameters()`` from before still have it.
