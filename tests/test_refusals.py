@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -158,6 +158,12 @@ def test_meshes_that_do_not_fit() -> None:
         mesh = init_device_mesh("cpu", (1,) * (3 if names is None else len(names)), mesh_dim_names=names)
         with pytest.raises(ValueError, match=said):
             yafsdp_cc.shard(nn.Linear(32, 32), mesh=mesh)
+
+
+@ranks(4)
+def test_a_mesh_whose_columns_would_hold_different_shards() -> None:
+    message = refusal(lambda: yafsdp_cc.shard(nn.Linear(32, 32), mesh=DeviceMesh("cpu", [[3, 0], [1, 2]])))
+    assert "mesh [[3, 0], [1, 2]] orders the ranks of its rows differently" in message
 
 
 @pytest.mark.parametrize("call", [yafsdp_cc.shard, yafsdp_cc.fully_shard])

@@ -32,7 +32,7 @@ from yafsdp_cc.engine.state import GROUP, STATE
 from yafsdp_cc.forms.extensions import ClassFlatParam, ExtensionFlatParam, in_class_of
 from yafsdp_cc.forms.subclasses import SUBCLASS, subclass_of
 from yafsdp_cc.ranks.groups import backend_of
-from yafsdp_cc.ranks.mesh import all_gather_single
+from yafsdp_cc.ranks.mesh import all_gather_single, all_groups
 from yafsdp_cc.sharding.assembly import state_of
 from yafsdp_cc.sharding.checks import TRAINED_IN
 from yafsdp_cc.sharding.hooks import PARTS, current_state, hook_parts, install_hooks, pre_forward_of
@@ -748,7 +748,7 @@ def whole_params_by_group(state: FSDPState, *, everywhere: bool) -> Iterator[tup
             yield param, None if buffer is None else buffer[extent.offset : extent.end].view(extent.shape)
         del buffer  # free the buffer before the next one is made
     for param in state.replicated.params:
-        is_first = not any(param.spec.mesh.get_coordinate() or ())
+        is_first = all(group.rank() == 0 for group in all_groups(param.spec.mesh))
         yield param, param.local.detach() if everywhere or is_first else None
 
 
@@ -770,17 +770,16 @@ def _unsharded_parameter(
 
 
 def is_first_of_model(state: FSDPState) -> bool:
-    """Return whether this rank is the first of all that hold a part of the model."""
-    meshes = [state.context.info.mesh, *(param.spec.global_mesh for param in state.params)]
-    return not any(any(mesh.get_coordinate() or ()) for mesh in meshes)
+    """Return whether this rank is the lowest of all that hold a part of the model: groups number ranks in that order,
+    in which a mesh need not have them."""
+    return dist.get_rank() == ranks_of_model(state)[0]
 
 
 def ranks_of_model(state: FSDPState) -> list[int]:
-    """Return the global ranks that hold a part of the model."""
+    """Return the global ranks that hold a part of the model, in ascending order."""
     meshes = [param.spec.global_mesh for param in state.params]
     largest = max(meshes, key=lambda mesh: mesh.size(), default=state.context.info.mesh)
-    members: list[int] = largest.mesh.flatten().tolist()
-    return members
+    return sorted(largest.mesh.flatten().tolist())
 
 
 def _gathered(shard: Tensor, chunks: Sequence[int], group: dist.ProcessGroup, everywhere: bool) -> Tensor | None:
