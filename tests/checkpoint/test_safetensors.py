@@ -154,6 +154,20 @@ def converted(folder):
     same({name: value.bfloat16() for name, value in direct.items()}, theirs)
 
 
+@ranks(2)
+def test_plain_models_on_the_meta_device(tmp_path):
+    model = yafsdp_cc.shard(nn.Linear(4, 4), sync_module_states=True)
+    yafsdp_cc.save_safetensors(tmp_path / "weights", model)
+    yafsdp_cc.save(tmp_path / "checkpoint", model)
+    for load, saved in ((yafsdp_cc.load_safetensors, "weights"), (yafsdp_cc.load, "checkpoint")):
+        with torch.device("meta"):
+            other = nn.Linear(4, 4)
+        with pytest.raises(ValueError, match=rf"{load.__name__}: 'weight' is on the meta device.*shard\(model\), or"):
+            load(tmp_path / saved, other)
+        load(tmp_path / saved, other.to_empty(device="cpu"))
+        assert other.weight.equal(whole(model.weight))
+
+
 def test_a_full_disk_is_an_error_of_the_system(tmp_path):
     def body():
         model, _ = job("ours")

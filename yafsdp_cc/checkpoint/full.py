@@ -28,7 +28,15 @@ from torch.utils._pytree import tree_map, tree_map_only
 
 from yafsdp_cc.checkpoint import files
 from yafsdp_cc.checkpoint.files import Replacement
-from yafsdp_cc.checkpoint.load import aliases, check_shapes, check_tied, metadata_names, model_part, read_into
+from yafsdp_cc.checkpoint.load import (
+    aliases,
+    check_has_memory,
+    check_shapes,
+    check_tied,
+    metadata_names,
+    model_part,
+    read_into,
+)
 from yafsdp_cc.checkpoint.ranks import check_arguments, check_is_one_model, meet, place_in, ranks_of
 from yafsdp_cc.checkpoint.reader import CheckpointReader
 from yafsdp_cc.checkpoint.state import (
@@ -163,6 +171,7 @@ def load_safetensors(path: str | os.PathLike[str], model: nn.Module) -> None:
     with refused_together(*ranks_of(model).front):
         check_shows_shards(model, "load_safetensors")
         own = model_state(model)
+        check_has_memory(own, "load_safetensors")
         opened: list[Any] = []
         for file in _files_of(Path(path).absolute()):
             with files.reading(file):

@@ -117,6 +117,7 @@ def load_from(
     with together(group):
         check_shows_shards(model, "load")
         own = model_state(model)
+        check_has_memory(own, "load")
         saved = model_part(reader.contents, folder).items()
         shapes = {name: list(each.size) if isinstance(each, TensorStorageMetadata) else None for name, each in saved}
         check_shapes(shapes, own, folder)
@@ -211,6 +212,15 @@ def model_part(contents: Metadata, folder: Path) -> dict[str, Any]:
             "{'model': ..., 'optimizer': ...} as get_state_dict returns them"
         )
     return saved
+
+
+def check_has_memory(state: Mapping[str, Any], what: str) -> None:
+    """Refuse tensors on the meta device, where a copy to one is dropped without a word."""
+    if name := next((name for name, each in state.items() if isinstance(each, Tensor) and each.is_meta), None):
+        raise ValueError(
+            f"{what}: '{name}' is on the meta device, where nothing can be loaded to: call shard(model), or "
+            "model.to_empty(device=...), before"
+        )
 
 
 def _has_class(value: Any) -> bool:
