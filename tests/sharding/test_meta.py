@@ -53,6 +53,29 @@ def test_meta_device_construction_with_a_function() -> None:
     assert all((whole(parameter) == 0.25).all() for parameter in model.parameters())
 
 
+@ranks(2)
+def test_what_was_loaded_is_not_initialised() -> None:
+    def fill(module: nn.Module) -> None:
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            tensor.fill_(2)
+
+    loaded = {"0.weight": torch.full((WIDTH, WIDTH), 3.0), "1.weight": torch.full((WIDTH,), 5.0)}
+    loaded["2.running_mean"] = torch.full((WIDTH,), 7.0)
+    for function in (None, fill):
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.BatchNorm1d(WIDTH))
+        kept = nn.Parameter(torch.full((WIDTH,), 9.0))
+        model[2].bias = kept
+        model.load_state_dict(loaded, strict=False, assign=True)
+        model[1].register_parameter("bias", nn.Parameter(torch.ones(WIDTH)))  # so that its buffers alone are empty
+        yafsdp_cc.shard(model, units=[model], ignored_params={kept}, param_init_fn=function, sync_module_states=True)
+        state = yafsdp_cc.unshard_model(model).state_dict()
+        for name, value in (loaded | {"1.bias": torch.ones(WIDTH), "2.bias": torch.full((WIDTH,), 9.0)}).items():
+            assert state[name].equal(value), name
+        for name in ("1.running_var", "2.weight"):
+            assert bool((state[name] == (1 if function is None else 2)).all()), name
+
+
 # What nothing has written -------------------------------------------------------------------------------------------
 
 

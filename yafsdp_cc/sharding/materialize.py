@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +24,8 @@ def materialize(
 ) -> bool:
     """Allocate and initialise every module that owns one of the parameters on the meta device; return whether any does.
 
+    What a module owns and had values before, such as loaded ones, keeps them.
+
     Without ``initialize``, ``_init_weights(module)`` of the innermost Hugging Face model around a module or its own
     ``reset_parameters()`` initialises the module.
 
@@ -32,13 +34,14 @@ def materialize(
     """
     owners = {module: each.name for each in owned if each.parameter.is_meta for module, _ in each.sites}
     paths = {module: path for path, module in model.named_modules()} if owners else {}
+    empty = {each for module in owners for each in module._parameters.values() if each is not None and each.is_meta}
     for module, name in owners.items():
         for parameter in module._parameters.values():
             if parameter is not None and parameter.is_meta:
                 fresh = empty_like(parameter, device)
                 torch.utils.swap_tensors(parameter, fresh)  # the parameter remains the same object
                 mark_unwritten(parameter)
-        _fill(module, name, paths[module], model, device, initialize)
+        _fill(module, name, paths[module], model, device, initialize, empty)
     for each in owned:
         if each.parameter.is_meta:
             leave_meta(each.parameter, each.held)
@@ -78,7 +81,19 @@ def _fill(
     model: nn.Module,
     device: torch.device,
     initialize: Callable[[nn.Module], Any] | None,
+    empty: Collection[nn.Parameter] = (),
 ) -> None:
+    """Initialise what ``module`` owns on the meta device, ``empty`` parameters included; the rest keeps its values.
+
+    An initialisation writes all that the module owns: copies of what was loaded bring that back.
+    """
+    owned: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+    kept = [
+        (tensors, name, tensor, tensor.detach().clone())
+        for tensors in owned
+        for name, tensor in tensors.items()
+        if tensor is not None and not tensor.is_meta and tensor not in empty
+    ]
     for attribute, buffer in module._buffers.items():
         if buffer is not None and buffer.is_meta:
             module._buffers[attribute] = fresh = torch.empty_like(buffer, device=device)
@@ -97,3 +112,7 @@ def _fill(
             f"'{name}' is on the meta device, and its module {type(module).__name__} has no reset_parameters(): "
             "pass shard(model, param_init_fn=...), a function that initialises what a module owns itself"
         )
+    for tensors, name, tensor, values in kept:
+        tensor.copy_(values)
+        if tensors.get(name) is not tensor:  # the initialisation has put another in its place
+            tensors[name] = tensor
