@@ -10,6 +10,7 @@ from types import MethodType
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -85,6 +86,18 @@ class Peak:
     def _read(field):
         [kib] = re.findall(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
         return int(kib) * 1024
+
+
+@ranks(2, timeout=60)
+def test_of_a_mesh_that_does_not_begin_with_the_lowest_rank(tmp_path):
+    model = yafsdp_cc.shard(plain(), mesh=DeviceMesh("cpu", [1, 0]))
+    yafsdp_cc.save_safetensors(tmp_path / "weights", model)
+    full = yafsdp_cc.full_state_dict(model)
+    if dist.get_rank() == 0:
+        same(load_file(tmp_path / "weights" / "model.safetensors"), plain().state_dict())
+        same(full, plain().state_dict())
+    else:
+        assert full == {}
 
 
 @ranks(4)
