@@ -29,7 +29,9 @@ from tests.ranks import on_ranks, ranks
 from tests.soak import also
 from yafsdp_cc.compression import autotune, fallback
 from yafsdp_cc.compression.autotune import LinkCost
+from yafsdp_cc.fsdp2.module import require_state
 from yafsdp_cc.optim import OneBitAdam
+from yafsdp_cc.rescue.memory import MEMORY
 
 WIDTH, VOCABULARY, BATCH = 48, 66, 2
 Figures = dict[str, Tensor]
@@ -288,6 +290,43 @@ def test_checkpoints_are_exchanged_with_fsdp2(writers, readers, tmp_path):
     """(dp, tp), or (replicate, dp, tp); bit for bit, both ways."""
     on_ranks(torch.Size(writers).numel(), saved, tmp_path, writers)
     on_ranks(torch.Size(readers).numel(), loaded, tmp_path, readers)
+
+
+def one_unit(vocabulary: int) -> Any:
+    """An embedding, which is to be divided, and an untied head, which stays whole."""
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Embedding(vocabulary, 192), nn.Linear(192, vocabulary, bias=False))
+
+
+@ranks(4)
+def test_a_checkpoint_of_an_uneven_division_beside_what_is_whole(tmp_path: Any, monkeypatch: Any) -> None:
+    monkeypatch.setenv(MEMORY, str(tmp_path / "memory"))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    buffers = []
+    for vocabulary in (32, 33):
+        model = one_unit(vocabulary)
+        parallelize_module(model, mesh["tp"], {"0": RowwiseParallel(input_layouts=Replicate())})
+        yafsdp_cc.fully_shard(model, mesh=mesh["dp"])
+        buffers.append(len([*require_state(model).flats]))
+    optimizer = torch.optim.AdamW(model.parameters())
+    rescue = yafsdp_cc.Rescue(model, optimizer, every=1)
+    rescue.restore()
+    model(torch.arange(5)).square().mean().backward()
+    optimizer.step()
+    yafsdp_cc.save(tmp_path / "saved", model, optimizer)
+    rescue.step()
+    rescue._wait()
+    before = contents(model, optimizer)
+    plain = one_unit(33)
+    loaded = torch.optim.AdamW(plain.parameters())
+    yafsdp_cc.load(tmp_path / "saved", plain, loaded)
+    same(contents(plain, loaded), before)
+    model(torch.arange(5)).square().mean().backward()
+    optimizer.step()
+    assert rescue.restore() == 1
+    same(contents(model, optimizer), before)
+    rescue.close()
+    assert buffers == [1, 2]  # the even division takes one all-gather
 
 
 @ranks(4)

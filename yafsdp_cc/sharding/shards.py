@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from yafsdp_cc.engine.layout import VECTOR, Layout, ShardSpec, TensorParallel, local_tensor
 from yafsdp_cc.engine.param import Divisor, FlatParam, FSDPParam
@@ -106,18 +106,35 @@ def _flat_params(
     owned: Sequence[OwnedParameter], plan: ShardingPlan, make: Callable[..., Part], *, replicates: bool
 ) -> tuple[Part, ...]:
     """Put ``owned`` into flat buffers, one per dtype. Sharded parameters of one buffer are also alike in whether they
-    are trained, in ownership and codec, and, with a codec, in whether tensor parallelism divides them."""
+    are trained, in ownership and codec, in how tensor parallelism divides them unevenly and, with a codec, in whether
+    it divides them."""
     plan.prepare(owned)
     alike: dict[Hashable, list[OwnedParameter]] = defaultdict(list)
     for each in owned if replicates else sorted(owned, key=plan.parts_of):
         parameter, is_whole = each.parameter, bool(plan.parts_of(each))
         is_divided = isinstance(parameter, DTensor) and any(placement.is_shard() for placement in parameter.placements)
         key = plan.collectives.flat_key(each.name, is_divided)
-        reduced = None if replicates else (parameter.requires_grad, is_whole, key)
+        reduced = None if replicates else (parameter.requires_grad, is_whole, key, _uneven_division(parameter))
         subclass = subclass_of(parameter)
         alone = subclass if subclass is not None and subclass.extends_all_gather else None
         alike[parameter.dtype, parameter.grad_dtype, parameter.is_meta, reduced, subclass is None, alone].append(each)
     return tuple(_flat_param(members, plan, make, replicates) for members in alike.values())
+
+
+def _uneven_division(parameter: Tensor) -> Hashable:
+    """Return how tensor parallelism divides a parameter of which its ranks have parts of different sizes; else None.
+
+    Such parts in a flat buffer give its chunks different bounds on those ranks. Other parameters in the buffer, whole
+    on each of the ranks, would be cut into chunks that overlap and are not equal, which a checkpoint cannot hold.
+    """
+    if not isinstance(parameter, DTensor):
+        return None
+    ways = [1] * parameter.ndim
+    for placement, size in zip(parameter.placements, parameter.device_mesh.shape, strict=True):
+        if isinstance(placement, Shard):
+            ways[placement.dim] *= size
+    is_even = all(size % parts == 0 for size, parts in zip(parameter.shape, ways, strict=True))
+    return None if is_even else (parameter.device_mesh, tuple(parameter.placements))
 
 
 def _flat_param(
