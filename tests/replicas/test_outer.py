@@ -275,6 +275,35 @@ def _check_resumed(steps: int) -> None:
         assert torch.equal(whole(resumed.get_parameter(name).detach()), whole(parameter.detach())), name
 
 
+class Gained(nn.Module):
+    """A gain without dimensions, which some forwards use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.gain = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor, takes: bool) -> Tensor:
+        out: Tensor = self.linear(x)
+        return out * self.gain if takes else out
+
+
+@ranks(2)
+def test_steps_of_a_parameter_without_dimensions_are_those_of_the_first_replica() -> None:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    model = yafsdp_cc.shard(seeded(Gained), mesh=mesh, sync=Outer(every=8))
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+    for step in range(2):
+        model(batch(step, dist.get_rank()), step >= dist.get_rank()).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    state, found = optimizer.state[model.gain], torch.empty(2, 2)
+    dist.all_gather_into_tensor(found, torch.stack((state["step"], whole(state["exp_avg"]))).view(1, 2))
+    yafsdp_cc.synchronize_replicas(model)
+    assert found[:, 0].tolist() == [2.0, 1.0]
+    assert state["step"] == 2.0
+    assert whole(state["exp_avg"]) == found[:, 1].mean()
+
+
 def test_refuses_settings_that_cannot_be() -> None:
     assert "delay=3" in refusal(lambda: Outer(every=4, fragments=2, delay=3))
     assert "fragments=5" in refusal(lambda: Outer(every=4, fragments=5))

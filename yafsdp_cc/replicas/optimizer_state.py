@@ -55,7 +55,7 @@ def mean_state(parameters: Parameters, states: States, comm: Communicator, names
     known: dict[str, dict[str, Any]] = {}
     for name, parameter in parameters.items():
         state = states.get(parameter, {})
-        known[name] = {key: None if _is_like(value, parameter) else _plain(value) for key, value in state.items()}
+        known[name] = {key: None if _is_like(key, value, parameter) else _plain(value) for key, value in state.items()}
     everywhere: dict[tuple[str, str], Any] = {}
     counts: Counter[tuple[str, str]] = Counter()
     for sender, theirs in zip(names, _exchange(known, comm, parameters), strict=True):
@@ -120,23 +120,24 @@ def _checked(message: Tensor, parameters: Parameters, states: States, sender: st
             if len(state) > _MOST_KEYS:
                 raise ValueError(f"{len(state)} values for '{name}', more than an optimizer has")
             for key, value in state.items():
-                if type(key) is not str or not _fits(value, own.get(key), parameter):
+                if type(key) is not str or not _fits(key, value, own.get(key), parameter):
                     raise ValueError(f"{key!r} of '{name}' has another type or shape than this replica's")
                 yield name, key, value
     except (AttributeError, KeyError, ValueError) as error:
         raise ValueError(f"{sender} has sent what is no state of this optimizer: {error}") from None
 
 
-def _is_like(value: Any, parameter: nn.Parameter) -> bool:
-    return isinstance(value, Tensor) and value.shape == parameter.shape and value.is_floating_point()
+def _is_like(key: str, value: Any, parameter: nn.Parameter) -> bool:
+    is_like = isinstance(value, Tensor) and value.shape == parameter.shape and value.is_floating_point()
+    return is_like and key != "step"  # the number of steps has the shape of a parameter without dimensions
 
 
-def _fits(value: Any, own: Any, parameter: nn.Parameter) -> bool:
+def _fits(key: str, value: Any, own: Any, parameter: nn.Parameter) -> bool:
     """Return whether another replica's ``value`` has the type and shape of ``own``; True where ``own`` is None."""
     if own is None:
         return True
-    if value is None or _is_like(own, parameter):
-        return value is None and _is_like(own, parameter)
+    if value is None or _is_like(key, own, parameter):
+        return value is None and _is_like(key, own, parameter)
     if isinstance(own, Tensor):
         return isinstance(value, Tensor) and value.shape == local_of(own).shape
     return type(value) is type(own)
