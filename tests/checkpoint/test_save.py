@@ -29,6 +29,7 @@ from tests.ranks import on_ranks, ranks
 from tests.soak import also
 from tests.twins import refusal
 from yafsdp_cc import Compression
+from yafsdp_cc.checkpoint import save as save_module
 from yafsdp_cc.checkpoint.ranks import ranks_of
 
 # In the background
@@ -127,6 +128,35 @@ def test_process_groups_end_with_the_world(tmp_path):
     assert [group() for group in groups] == [None, None]  # though the model lives
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), world), rank=rank, world_size=world)
     yafsdp_cc.save(tmp_path / "next", nn.Linear(2, 2))
+
+
+@ranks(2, fresh=True)
+def test_a_save_whose_process_group_is_destroyed_meanwhile_replaces_nothing(tmp_path, monkeypatch):
+    model, optimizer = job("ours", steps=1)
+    rank, world, destroyed = dist.get_rank(), dist.get_world_size(), threading.Event()
+    yafsdp_cc.save(tmp_path / "step", model, optimizer, step=1)
+    before, table = contents(model, optimizer), (tmp_path / "step" / ".metadata").read_bytes()
+    train(model, optimizer, 1)
+
+    class Late(save_module.CheckpointWriter):
+        def __init__(self, *args, **settings):
+            super().__init__(*args, **settings)
+            destroyed.wait()  # torch's save comes next, and takes a program without process groups for one process
+
+    monkeypatch.setattr(save_module, "CheckpointWriter", Late)
+    saving = yafsdp_cc.save(tmp_path / "step", model, optimizer, asynchronous=True, step=2)
+    dist.barrier()
+    dist.destroy_process_group()
+    destroyed.set()
+    with pytest.raises(RuntimeError, match=r"saving .*step: destroy_process_group\(\) was called meanwhile. Wait for"):
+        saving.result()
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), world), rank=rank, world_size=world)
+    dist.barrier()
+    assert (tmp_path / "step" / ".metadata").read_bytes() == table
+    assert sorted(each.name for each in tmp_path.glob("step*")) == ["step"]
+    again, other = job("ours", steps=0)
+    assert yafsdp_cc.load(tmp_path / "step", again, other) == {"step": 1}
+    same(contents(again, other), before)
 
 
 @ranks(2)

@@ -789,6 +789,32 @@ def test_close_removes_what_a_run_has_in_memory(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_close_waits_for_the_checkpoint_at_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def body() -> None:
+        os.environ[MEMORY] = str(tmp_path / f"run-{dist.get_rank()}")
+        at_close, write = threading.Event(), files.write
+
+        def late(file: Path, content: bytes) -> None:
+            if "disk.saving" in str(file):
+                at_close.wait()
+            write(file, content)
+
+        monkeypatch.setattr(files, "write", late)
+        torch.manual_seed(0)
+        rescue = yafsdp_cc.Rescue(yafsdp_cc.shard(nn.Linear(4, 4)), every=1, path=tmp_path / "disk", save_every=1)
+        rescue.restore()
+        rescue.step()
+        threading.Timer(0.2, at_close.set).start()
+        rescue.close()
+        dist.destroy_process_group()
+
+    on_ranks(2, body)
+    torch.manual_seed(0)
+    expected, model = nn.Linear(4, 4), nn.Linear(4, 4)
+    assert yafsdp_cc.load(tmp_path / "disk", model)["steps"] == 1
+    assert model.weight.equal(expected.weight)
+
+
 class Stateless:
     pass
 

@@ -211,11 +211,17 @@ def by_torch(doing: str, group: Group) -> Iterator[dict[str, Any]]:
     Raises:
         pickle.UnpicklingError: on all ranks: a file that one rank read wants code to be run.
         ValueError: on all ranks: a file that one rank read is damaged.
-        RuntimeError: on all ranks: another failure of one rank.
+        RuntimeError: on all ranks: another failure of one rank; or ``group`` was destroyed meanwhile.
     """
     try:
         if group:
             yield {"process_group": group[0]}
+            # without process groups torch's functions write or read one rank's part alone, and say so in a warning
+            if group[0].size() > 1 and group[0] not in dist.distributed_c10d._world.pg_map:
+                raise RuntimeError(
+                    f"{doing}: destroy_process_group() was called meanwhile. Wait for asynchronous saves before, by "
+                    "result() of what save() returns"
+                )
         else:
             with warnings.catch_warnings():  # torch warns of a single process, which is intended
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")

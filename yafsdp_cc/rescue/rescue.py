@@ -322,12 +322,13 @@ class Rescue:
             self._wait()
 
     def close(self) -> None:
-        """Wait for the snapshot under way, and remove the snapshots: this training is over. A collective.
+        """Wait for the snapshot and saves under way, and remove the snapshots: this training is over. A collective.
 
         A program that is started again makes it again, from the checkpoint at ``path`` or from the beginning.
         """
         with suppress(RuntimeError):  # nobody needs that snapshot any more
             self._wait()
+        wait_for_saves()  # a program may destroy the process group next, which saves at ``path`` need
         if self._steps >= 0:
             self._thread.shutdown()
             all_gather_objects(None, self._ranks.back)
