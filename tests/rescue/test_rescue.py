@@ -403,6 +403,31 @@ def test_where_one_node_lacks_the_file_system_of_the_checkpoint_all_ranks_say_so
         on_ranks(2, again, patience=20.0)
 
 
+@pytest.mark.parametrize(("owner", "name", "ranks"), [(files, "complete", [1]), (os, "listdir", [0, 1])])
+def test_a_path_that_cannot_be_read_is_told_and_the_snapshot_taken(
+    tmp_path: Path, owner: Any, name: str, ranks: list[int], monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    told = f"ESTALE.*{tmp_path}/disk"
+
+    def again() -> Settings:
+        def stale(place: Path) -> Any:
+            if Path(place) == tmp_path / "disk":
+                raise OSError(errno.ESTALE, "ESTALE", str(place))
+            return as_before(place)
+
+        as_before = getattr(owner, name)
+        if dist.get_rank() in ranks:
+            monkeypatch.setattr(owner, name, stale)
+        return train(tmp_path, 5, path=tmp_path / "disk")
+
+    on_ranks(2, lambda: train(tmp_path, 5, path=tmp_path / "disk", save_every=3))
+    assert [each["began"] for each in on_ranks(2, again)] == [4, 4]
+    assert re.search(f"the checkpoint cannot be used: .*{told}", capfd.readouterr().err)
+    shutil.rmtree(tmp_path / "node-0")
+    with pytest.raises(RankError, match=f"ValueError: .*{told}"):  # and no run begins anew
+        on_ranks(2, again)
+
+
 def test_the_last_snapshot_that_is_damaged_is_no_reason_to_begin_anew(tmp_path: Path) -> None:
     on_ranks(2, train, tmp_path, 2)
     (file,) = snapshots(tmp_path)[2].glob("__0_0.distcp")

@@ -237,7 +237,7 @@ class Rescue:
         def trying(name: str) -> Iterator[None]:
             try:
                 yield
-            except (ValueError, pickle.UnpicklingError) as error:
+            except (ValueError, FileNotFoundError, pickle.UnpicklingError) as error:
                 if self._nodes.rank == 0:
                     what = "a snapshot" if name else "the checkpoint"
                     print(f"yafsdp-cc: {what} cannot be used: {error}", file=sys.stderr, flush=True)
@@ -463,8 +463,14 @@ def _step_at(path: Path, ranks: Ranks) -> int:
     """Return the number of steps of the checkpoint at ``path``, the same for all ranks; -1 where there is none."""
     step: Any = -1
     with together(ranks.front):
-        folder = files.complete(files.place(path))
-        if folder.is_file() or any(folder.glob("*")):
+        try:
+            folder = files.complete(files.place(path))
+            is_there = folder.is_file() or os.listdir(folder)  # a glob finds nothing in a folder that cannot be read
+        except FileNotFoundError:
+            is_there = False
+        except OSError as error:
+            raise ValueError(f"{path} cannot be read ({error})") from error
+        if is_there:
             with warnings.catch_warnings():  # what differed between ranks is told when the checkpoint is loaded
                 warnings.simplefilter("ignore")
                 step = files.read_extra(folder, *place_in(ranks.front)).get(STEPS)
