@@ -339,6 +339,20 @@ def test_a_state_that_one_rank_cannot_load_is_told_and_hangs_nobody(tmp_path: Pa
         on_ranks(2, again)
 
 
+def test_states_that_a_snapshot_lacks_or_has_besides_are_told(tmp_path: Path) -> None:
+    def started(**states: Any) -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            train(tmp_path, 3, **states)
+        return [str(each.message) for each in caught if "saved" in str(each.message)]
+
+    assert on_ranks(2, lambda: started(before=torch.Generator(), both=torch.Generator())) == [[], []]
+    (told,), others = on_ranks(2, lambda: started(after=torch.Generator(), both=torch.Generator()))
+    assert "saved behind step 2 has no state for 'after', a state of 'before' that nothing takes. An object" in told
+    assert others == []
+    assert on_ranks(2, lambda: started(before=torch.Generator(), both=torch.Generator())) == [[], []]
+
+
 def damage(file: Path) -> None:
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
