@@ -475,7 +475,7 @@ def _step_at(path: Path, ranks: Ranks) -> int:
     with together(ranks.front):
         try:
             folder = files.complete(files.place(path))
-            is_there = folder.is_file() or os.listdir(folder)  # a glob finds nothing in a folder that cannot be read
+            is_there = folder.is_file() or bool(os.listdir(folder))  # a glob finds none where it may not look
         except FileNotFoundError:
             is_there = False
         except OSError as error:
