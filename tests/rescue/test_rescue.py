@@ -280,6 +280,20 @@ def test_gradients_that_were_still_to_be_sent_are_sent_by_any_number_of_ranks(
         assert found[name].allclose(each, rtol=1e-5, atol=1e-8), name
 
 
+@pytest.mark.parametrize("after", [2, 3])
+def test_residuals_of_a_codec_that_was_removed_are_told(tmp_path: Path, after: int) -> None:
+    def again() -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            unsent(tmp_path, "fp32")
+        return [str(each.message) for each in caught if "to be sent" in str(each.message)]
+
+    on_ranks(2, unsent, tmp_path, "int4")
+    told = "residuals, gradients that were still to be sent, of 0.weight, 1.weight, which this model does not encode"
+    for messages in on_ranks(after, again):
+        assert [told in each for each in messages] == [True]
+
+
 @pytest.mark.parametrize("way", ["int4", "auto"])
 def test_no_node_keeps_residuals_of_others_than_its_own_ranks_and_their_buddies(tmp_path: Path, way: str) -> None:
     def kept() -> list[set[str]]:

@@ -94,13 +94,21 @@ def sharded_state(model: nn.Module, *, means: bool = True) -> dict[str, Any]:
     return {kind: tensors for kind, tensors in found.items() if tensors}
 
 
-def empty_state(model: nn.Module, contents: Metadata, trains: bool) -> dict[str, Any]:
+def empty_state(
+    model: nn.Module,
+    contents: Metadata,
+    extra: dict[str, Any],
+    extras: Sequence[Callable[[], dict[str, Any]]],
+    trains: bool,
+) -> dict[str, Any]:
     """Return tensors that torch loads the checkpoint's ``sharded_state`` into, as far as the model has a use for it.
 
     With ``trains``, a warning names parameters whose residuals are left out, as the model does not encode their sums.
+    ``extra`` and ``extras`` are as those of ``load_state``. A collective.
     """
     saved = {kind: {name for name, *_ in paths_in(contents, kind).values()} for kind in _KINDS}
     found: dict[str, dict[str, FlatDTensor]] = {kind: {} for kind in _KINDS}
+    encoded = set[str]()
     for prefix, state, schedule in _compressed(model):
         wanted = {RESIDUALS: empty_residuals(state), KEPT: empty_kept_weights(state)}
         if schedule.config.sends_differences:
@@ -108,13 +116,32 @@ def empty_state(model: nn.Module, contents: Metadata, trains: bool) -> dict[str,
         for kind, tensors in wanted.items():
             named = {prefix + name: each for name, each in tensors.items()}
             found[kind] |= {name: each for name, each in named.items() if name in saved[kind]}
-    if trains and (lost := sorted(saved[RESIDUALS] - found[RESIDUALS].keys())):
+            encoded |= named.keys() if kind == RESIDUALS else set()
+    unsent = saved[RESIDUALS] or (_names_of_residuals(extra, extras) if trains else set())
+    if trains and (lost := sorted(unsent - encoded)):
         warnings.warn(
             f"the checkpoint has residuals, gradients that were still to be sent, of {', '.join(lost[:3])}"
             f"{', ...' if len(lost) > 3 else ''}, which this model does not encode: they are left out",
             stacklevel=3,
         )
     return {kind: empty for kind, empty in found.items() if empty}
+
+
+def _names_of_residuals(extra: dict[str, Any], extras: Sequence[Callable[[], dict[str, Any]]]) -> set[str]:
+    """Return the parameters of which ranks had residuals in a snapshot of ``Rescue``, which has no means. A collective.
+
+    ``extra`` lacks the residuals if another number of ranks has saved: then those of the first one are looked at.
+    """
+    if not any(key.startswith(LOCAL) for key in extra) and any(key.startswith(STEPS) for key in extra):
+        extra = extras[0]()
+    of_parts = ((key.removeprefix(LOCAL), each) for key, each in extra.items() if key.startswith(LOCAL))
+    return {
+        prefix + name
+        for prefix, residuals in of_parts
+        for each in residuals.values()
+        if "estimate" not in each  # of EF21, with which nothing is unsent
+        for name in each.get("places", ())  # version 0.1 has no places
+    }
 
 
 def load_state(

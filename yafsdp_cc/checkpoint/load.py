@@ -132,7 +132,8 @@ def load_from(
             state[OPTIMIZER] = empty_optimizer_state(named, reader.contents)
     with together(group):  # apart from the checks above: a file may be brought by all ranks together
         extra = files.read_extra(folder, *place_in(group), reader.extra_sums, reader.present)
-    state |= compression.empty_state(model, reader.contents, bool(optimizers))
+        of_ranks = files.extra_readers(folder, reader.extra_sums, reader.present)
+        state |= compression.empty_state(model, reader.contents, extra, of_ranks, bool(optimizers))
     state |= replicas.empty_state(model, reader.contents)
     read_into(state, reader, ranks.back, dry=True)
     quantised = metadata_names(model, state[MODEL])
@@ -164,7 +165,7 @@ def load_from(
         ) from error
     extras = {name: unpacked(value) for name, value in weights[MODEL].items() if is_extra_state(name)}
     load_model_state(model, weights[MODEL] | extras)
-    compression.load_state(model, state, extra, files.extra_readers(folder, reader.extra_sums, reader.present), group)
+    compression.load_state(model, state, extra, of_ranks, group)
     replicas.load_state(model, state)
     return extra
 
