@@ -39,7 +39,7 @@ from tests.soak import also
 from tests.twins import refusal
 from yafsdp_cc import Compression
 from yafsdp_cc.checkpoint import files
-from yafsdp_cc.checkpoint.save import wait_for_saves
+from yafsdp_cc.checkpoint.save import _under_way, wait_for_saves
 from yafsdp_cc.compression.state import mean_estimates
 from yafsdp_cc.fsdp2.module import require_state
 from yafsdp_cc.optim import OneBitAdam
@@ -122,11 +122,13 @@ def snapshots(folder: Path, node: int = 0) -> dict[int, Path]:
 
 
 @pytest.mark.parametrize("way", [way if way in ("exact", "int8", "part") else also(way) for way in WAYS])
-def test_ranks_that_died_go_on_bit_for_bit(tmp_path: Path, way: str) -> None:
+def test_ranks_that_died_go_on_bit_for_bit(tmp_path: Path, way: str, capfd: pytest.CaptureFixture[str]) -> None:
     world = 1 if way == "plain" else 2
     undisturbed = on_ranks(world, train, tmp_path / "other", 9, way)
     on_ranks(world, train, tmp_path, 7, way)
+    (tmp_path / "node-0" / "0" / "steps-7").write_text("99")  # of a rank that is no more
     gone_on = on_ranks(world, train, tmp_path, 9, way)
+    assert "behind step 6, from memory; steps 7 to 7 are made again" in capfd.readouterr().err
     assert [each["began"] for each in gone_on] == [6] * world
     assert_same(gone_on, undisturbed)
     assert sorted(snapshots(tmp_path)) == [6, 8]
@@ -866,6 +868,24 @@ def test_close_waits_for_the_checkpoint_at_the_path(tmp_path: Path, monkeypatch:
     expected, model = nn.Linear(4, 4), nn.Linear(4, 4)
     assert yafsdp_cc.load(tmp_path / "disk", model)["steps"] == 1
     assert model.weight.equal(expected.weight)
+
+
+def test_one_checkpoint_at_the_path_is_under_way_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write, under_way = files.write, []
+
+    def slowly(file: Path, content: bytes) -> None:
+        time.sleep(0.05 if "disk.saving" in str(file) else 0)
+        write(file, content)
+
+    monkeypatch.setenv(MEMORY, str(tmp_path / "memory"))
+    monkeypatch.setattr(files, "write", slowly)
+    rescue = yafsdp_cc.Rescue(nn.Linear(1, 1), every=1, path=tmp_path / "disk", save_every=1)
+    rescue.restore()
+    for _ in range(5):
+        rescue.step()
+        under_way.append(len(_under_way))
+    rescue.close()
+    assert max(under_way) <= 1
 
 
 class Stateless:

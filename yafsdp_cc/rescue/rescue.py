@@ -197,7 +197,8 @@ class Rescue:
         with together(ranks.front):
             if self._nodes.is_first:
                 self._lock = self._lock or locked_by_rank(self._folder)
-        finished = [int(each.read_text() or 0) for each in self._folder.glob("steps-*")]
+        told = (self._folder / f"steps-{rank}" for rank in range(place_in(ranks.back)[1]))  # others are of ranks gone
+        finished = [int(each.read_text() or 0) for each in told if each.exists()]
         here = (self._whole_snapshots(), max(finished, default=0), secrets.token_hex(4))
         snapshots, last, lives = zip(*all_gather_objects(here, ranks.back), strict=True)
         self._life, lost = lives[0], max(last)
@@ -320,6 +321,7 @@ class Rescue:
         self._steps += 1
         self._tell_progress()
         if self._path is not None and self._save_every and self._steps % self._save_every == 0:
+            wait_for_saves()  # each has a copy of all state in host memory: a slow disk would fill that
             save(self._path, self._model, self._optimizers, asynchronous=True, **self._extra())
         if self._steps >= self._next:  # later than ``_next`` if a snapshot failed and the program went on
             self._snapshot()
