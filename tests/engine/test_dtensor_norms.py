@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from tests.engine.flats import EMPTY_GRADIENT, mesh_of_all, specs_of, twins, uneven_specs_of
+from tests.engine.flats import EMPTY_GRADIENT, mesh_of_all, part_of, specs_of, twins, uneven_specs_of
 from tests.ranks import on_ranks
 from yafsdp_cc.tensor.reductions import LazyReduction
 
@@ -121,6 +121,38 @@ def norms_by_hand():
 
 def test_norms_by_hand():
     on_ranks(2, norms_by_hand)
+
+
+def complex_numbers_and_integers():
+    """What ranks cannot add or compare in float64 is refused, on ranks without elements, too."""
+    spec = uneven_specs_of(mesh_of_all())[0]
+    real = torch.arange(108.0).view(12, 9)
+    frozen, longs, small = (
+        part_of(x, spec) for x in (torch.complex(real, -real), real.long() + 2**60, real.to(torch.int8))
+    )
+    for order in (2, 1, math.inf):
+        found, expected = frozen.norm(order), torch.complex(real, -real).norm(order)
+        assert found.dtype == expected.dtype == torch.float32
+        torch.testing.assert_close(found.full_tensor(), expected)
+    for refused in (
+        *(frozen.sum, frozen.mean, longs.sum, longs.max, longs.amin),
+        lambda: torch._foreach_max([longs]),
+        lambda: (part_of(real, spec) + 0.5).sum(dtype=torch.int64),
+    ):
+        with pytest.raises(NotImplementedError, match=r"on 'ragged\.0'.* in float64, .*: call \.full_tensor\(\)"):
+            refused()
+    with pytest.raises(NotImplementedError, match=r"mean of torch.int8 on 'ragged\.0'.*: pass dtype=torch.float32"):
+        small.mean()
+    whole = real.to(torch.int8)
+    for name in ("sum", "max", "min", "any"):
+        found, expected = getattr(small, name)(), getattr(whole, name)()
+        assert (found.item(), found.dtype) == (expected.item(), expected.dtype)
+    assert longs.mean(dtype=torch.float64).item() == (real.long() + 2**60).mean(dtype=torch.float64).item()
+    assert [longs.all().item(), frozen.any().item()] == [True, True]
+
+
+def test_complex_numbers_and_integers():
+    on_ranks(2, complex_numbers_and_integers)
 
 
 def norms_as_loggers_read_them():

@@ -598,12 +598,24 @@ def summand_of(flat: FlatDTensor, dtype: torch.dtype) -> Summand:
     return Summand(flat._local_tensor, counts, Across(spec.global_mesh, spec.groups), dtype)
 
 
+def check_exact(func: Any, flat: FlatDTensor, dtype: torch.dtype, count: int = 1) -> None:
+    """Refuse a reduction of ``count`` elements to ``dtype`` if float64 partials cannot hold its result: they have no
+    imaginary part and 53 bits of an integer."""
+    is_rounded = flat.is_floating_point() or count << 8 * flat.itemsize > 1 << 53
+    if flat.is_complex() or (is_rounded and not dtype.is_floating_point):
+        instead = f"ranks add and compare parts of it in float64, which cannot hold the result: {CALL_FULL}"
+        raise refusal(func, flat.shard_spec, f" of {flat.dtype}", instead)
+
+
 def _reduce(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Handle norms, extremes, ``any`` and ``all`` of a tensor, or of each in a list; communicated at first use."""
     tensors = args[0] if _is_tensor_list(args[0]) else args[:1]
     if func in _EXTREMES and reductions.covers_all(reductions.arguments_of(func, args, kwargs)):
         of_one, kind, dtype = _EXTREMES[func]
         of_locals = functools.partial(_local_extremes, of_one)
+        for each in tensors if dtype is None else ():
+            if type(each) is FlatDTensor:
+                check_exact(func, each, each.dtype)
     else:
         found = reductions.norm_arguments(func, args, kwargs)
         if found is None:
@@ -611,7 +623,7 @@ def _reduce(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         order, dtype = found
         of_one, kind = functools.partial(torch.linalg.vector_norm, ord=order, dtype=dtype), Reduction(order)
         of_locals = functools.partial(reductions.local_norms, order)
-    summands = [summand_of(x, dtype or x.dtype) for x in tensors if type(x) is FlatDTensor]
+    summands = [summand_of(x, dtype or x.dtype.to_real()) for x in tensors if type(x) is FlatDTensor]
     lazy = iter(reductions.reduce_lazily(summands, kind, of_locals))
     results = [next(lazy) if type(x) is FlatDTensor else of_one(x) for x in tensors]
     return results if tensors is args[0] else results[0]
