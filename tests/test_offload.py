@@ -142,6 +142,24 @@ def test_numbers_are_those_without_where_weights_and_gradients_are_encoded() -> 
     assert all(one.equal(other) for one, other in zip(truth, found, strict=True))
 
 
+def owned(offload: OffloadPolicy) -> list[Tensor]:
+    model: Any = nn.Sequential(nn.Linear(64, 64, bias=False))
+    nn.init.constant_(model[0].weight, 0.1)
+    options: Any = {"zero_stage": 2, "mp_policy": BF16, "offload_policy": offload}
+    yafsdp_cc.shard(model, units=[model[0]], ownership=["0.weight"], **options)
+    assert dist.get_rank() == 0 or not model[0].weight.to_local().numel()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(2):
+        model(torch.full((2, 64), 1.0 + dist.get_rank())).float().square().mean().backward()
+        optimizer.step()
+    return [model[0].weight.full_tensor()]
+
+
+@ranks(2)
+def test_numbers_are_those_without_where_a_rank_owns_no_weights() -> None:
+    assert owned(OFFLOADED)[0].equal(owned(OffloadPolicy())[0])
+
+
 # -- the order of copies ----------------------------------------------------------------------------------------------
 
 

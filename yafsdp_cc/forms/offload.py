@@ -62,7 +62,7 @@ class HostTransfer:
 
     def parts(self, on_host: Tensor, beside: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Yield ``on_host`` in parts: each with a staging buffer on the device, and the same part of ``beside``."""
-        step = self._staging.numel() // on_host.itemsize
+        step = max(1, self._staging.numel() // on_host.itemsize)  # a rank may hold no elements, and no staging buffer
         for start in range(0, on_host.numel(), step):
             count = min(step, on_host.numel() - start)
             staging = self._staging.narrow(0, 0, count * on_host.itemsize).view(on_host.dtype)
