@@ -96,12 +96,13 @@ def divides_by_tokens_of_all_ranks(api: Api) -> Run:
 
 
 def prefetches_in_both_directions(api: Api) -> Run:
+    """The model, which has no weights of its own, is named as well."""
     run = _decoder(api)
     model = run.model
     order = [model.embed, *model.blocks]
     for unit, after in zip(order, [*model.blocks, [model.norm, model.head]], strict=True):
-        unit.set_modules_to_forward_prefetch(after if isinstance(after, list) else [after])
-    model.head.set_modules_to_backward_prefetch([model.blocks[-1]])
+        unit.set_modules_to_forward_prefetch([model, *after] if isinstance(after, list) else [after])
+    model.head.set_modules_to_backward_prefetch([model, model.blocks[-1]])
     for unit, before in zip(order[:0:-1], order[-2::-1], strict=True):
         unit.set_modules_to_backward_prefetch([before])
     run.steps()

@@ -296,9 +296,9 @@ def _make_groups(
         for spec in specs
         if spec.flats or (spec is not own and spec.replicated)
     }
-    for spec, group in groups.items():
-        group.forward_prefetch = tuple(groups[each] for each in spec.settings.forward_prefetch)
-        group.backward_prefetch = tuple(groups[each] for each in spec.settings.backward_prefetch)
+    for spec, group in groups.items():  # a spec without weights, such as the root's, has no group to gather
+        group.forward_prefetch = tuple(groups[each] for each in spec.settings.forward_prefetch if each in groups)
+        group.backward_prefetch = tuple(groups[each] for each in spec.settings.backward_prefetch if each in groups)
     return groups
 
 
