@@ -42,6 +42,7 @@ def _spread(p: Any) -> Tensor:
 
 
 W, V, BIAS, NORM = "blocks.0.0.weight", "leave.weight", "leave.bias", "enter.bias"
+FUNCTIONS = (F.softplus, F.elu, F.hardtanh, F.leaky_relu, F.mish, F.gelu, F.softshrink, F.hardsigmoid, F.relu)
 # Of the parameters now, the same ones some steps ago, and what this rank's batch brings.
 TERMS: dict[str, Term] = {
     "full": lambda p, o, h: _full(p[W]).pow(2).sum(),
@@ -58,6 +59,7 @@ TERMS: dict[str, Term] = {
     "from the start": lambda p, o, h: (p[W] - o[W]).pow(2).sum(),
     "a sum, read": lambda p, o, h: _full(p[W].pow(2).sum() + p[NORM].pow(2).sum()),
     "mean": lambda p, o, h: p[W].mean() + p[NORM].pow(2).mean(),
+    "by functions": lambda p, o, h: sum(f(p[W]).mean() + f(p[NORM]).mean() for f in FUNCTIONS),
     "l1": lambda p, o, h: F.l1_loss(p[W], o[W]),
     "number of elements": lambda p, o, h: torch.linalg.vector_norm(p[W], 0) + torch.linalg.vector_norm(p[NORM], 0),
     "norm": lambda p, o, h: p[W].norm() + p[NORM].norm(),
@@ -253,10 +255,26 @@ def test_a_number_of_the_model_s_weighs_a_loss() -> None:
         lost, number = F.cross_entropy(model(x), torch.arange(len(x)) % 5), model.get_parameter("uncertainty")
         return lost * torch.exp(-number) + number
 
+    def product(model: nn.Module, x: Tensor) -> Tensor:
+        out = model(x)
+        targets = torch.arange(len(x)) % 5
+        return model.get_parameter("uncertainty") * F.cross_entropy(out, targets) * F.cross_entropy(-out, targets)
+
+    def extremes(model: nn.Module, x: Tensor) -> Tensor:
+        out = model(x)
+        return model.get_parameter("uncertainty") * (out.max() + out.norm() + out.exp().mean() * out.std().exp())
+
+    def penalties(model: nn.Module, x: Tensor) -> Tensor:
+        params: Params = dict(model.named_parameters())
+        number, weight, bias = params["uncertainty"], params[W], params[BIAS]
+        lengths = (weight * bias.sum()).sum() + (weight * number).norm() + F.softplus(number)
+        return square(model, x) * number + number * sum(each.square().sum() for each in params.values()) + lengths
+
     model, plain = twins(Weighed)
-    for step in range(2):
-        loss(model, mine(inputs(step=step))).backward()
-        same_gradients(model, means(plain, loss, inputs(step=step)), within=1e-6)
+    for step, each in enumerate((loss, product, extremes, penalties)):
+        each(model, mine(inputs(step=step))).backward()
+        assert type(model.uncertainty.grad) is type(model.uncertainty.data)
+        same_gradients(model, means(plain, each, inputs(step=step)), within=1e-6)
         model.zero_grad()
 
 

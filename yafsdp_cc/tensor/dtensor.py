@@ -376,7 +376,8 @@ def _take_grad(spec: ShardSpec, grad: torch.Tensor | None) -> torch.Tensor | Non
 # handler that changes a local tensor increments its version.
 
 
-def _refused(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def refused(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Raise what refuses ``func``, unless the call is the derivative of a product with a model's number."""
     specs = specs_in((args, kwargs))
     if _is_derivative(func) and all(x.bounds is None and not x.shape for x in specs):
         # a model's number, such as a temperature, was multiplied by a plain loss: this is the derivative of the product
@@ -524,6 +525,8 @@ def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         return outs[0] if len(outs) == 1 else outs
     spec = _spec_of_result((*args, *kwargs.values()))
     assert spec is not None
+    if not spec.shape and spec.bounds is None and _is_derivative(func) and any(type(x) is torch.Tensor for x in args):
+        return refused(func, args, kwargs)  # the plain operand is this rank's: the result is no mean over ranks yet
     result = _on_locals(func, spec, args, kwargs)
     return wrap(result, spec) if isinstance(result, torch.Tensor) else tuple(wrap(x, spec) for x in result)
 
@@ -661,22 +664,22 @@ _OVERLOADS_DIFFER = {"max", "min", "where"}
 
 @functools.cache
 def _handler_of(func: Any) -> Callable[..., Any]:
-    """Return the handler of an operation: ``_refused`` for all that may need elements of other ranks."""
+    """Return the handler of an operation: ``refused`` for all that may need elements of other ranks."""
     namespace, _, name = func._schema.name.partition("::")
     if namespace != "aten":
-        return _refused
+        return refused
     if func in _EXTREMES:
         return _reduce
     if func is aten.view.dtype:  # ``view(dtype)`` reinterprets elements
-        return _refused
+        return refused
     if name in HANDLERS:
         return HANDLERS[name]
-    base = name.removeprefix("_foreach_").removesuffix("_")
+    base = name.removeprefix("_foreach_").removesuffix("_").removesuffix("_backward")
     packet = None if base in _OVERLOADS_DIFFER else getattr(aten, base, None)
     forms = [func, *(getattr(packet, overload) for overload in packet.overloads())] if packet is not None else [func]
     is_elementwise = base in _ELEMENTWISE or any(torch.Tag.pointwise in form.tags for form in forms)
     if not is_elementwise or torch.Tag.nondeterministic_seeded in func.tags:
-        return _refused
+        return refused
     return _foreach if name.startswith(("_foreach_", "_fused_")) else _elementwise
 
 

@@ -24,6 +24,7 @@ from yafsdp_cc.tensor.dtensor import (
     check_exact,
     increment_version,
     operand,
+    refused,
     specs_in,
     summand_of,
     wrap,
@@ -53,7 +54,7 @@ def _draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatDTens
     return flat
 
 
-def _of_own_shape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatDTensor:
+def _of_own_shape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Handle ``detach``, views of another shape, and ``new_zeros`` and the like of the tensor's own shape."""
     flat, size, *rest = (*args, None)[: max(len(args), 2)]
     local, spec = flat._local_tensor, flat.shard_spec
@@ -61,6 +62,8 @@ def _of_own_shape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> F
         with torch.inference_mode(flat.is_inference()):  # as in torch, a normal tensor's result is no inference tensor
             return wrap(local, spec)
     if size is not None and tuple(size) != tuple(spec.global_shape):
+        if func is aten.expand.default and not spec.shape:
+            return refused(func, args, kwargs)
         if spec.tensor_parallel is not None or func._schema.name not in ("aten::view", "aten::_unsafe_view"):
             raise refusal(func, spec, f" of shape {list(size)}")
         # ``spec.bounds`` remain: they count row-major elements, whose order a view keeps

@@ -41,6 +41,8 @@ def _instead(spec: ShardSpec) -> str:
     if not engine.context.in_forward:
         unit = "model" if group is None else f"model.get_submodule('{group.name}')"
         if torch._C._current_graph_task_id() != -1:
+            if not torch.is_grad_enabled():  # checkpointing computes again with gradients
+                return f"a derivative of what a loss computes of it takes whole tensors: in the loss, {CALL_FULL}"
             return (
                 f"a backward runs a part of {unit} again, as activation checkpointing does, and has not come to an "
                 "output of it: a loss is made of an activation that its forward keeps aside. Return that activation "
