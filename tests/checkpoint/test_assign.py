@@ -83,6 +83,8 @@ def test_parts_wait_on_the_meta_device():
     tokens = torch.zeros(1, 4, dtype=torch.long)
     with pytest.raises(RuntimeError, match=r"'blocks\.1\.down\.weight' is still on the meta device.*assign=True"):
         model(tokens)
+    with pytest.raises(RuntimeError, match=r"^'blocks\.1\.down\.weight' is still on the meta device"):
+        yafsdp_cc.load("no checkpoint", model)
     model.blocks[1].down.load_state_dict({"weight": last}, strict=False, assign=True)  # a module that is no unit
     torch.testing.assert_close(model(tokens), seeded(Transformer)(tokens))
 

@@ -159,6 +159,8 @@ def meet(call: str, model: nn.Module, settings: dict[str, object], *, beside: bo
         ranks = ranks_of(model, beside=beside)
         check_settings(settings, ranks.front, call)
     except RuntimeError as error:
+        if any(parameter.is_meta for parameter in model.parameters()):  # refused on all ranks, by name
+            raise
         raise RuntimeError(
             f"{call} is a collective, and not all ranks have called it, or one has ended: call it on every rank, not "
             f"under `if rank == 0` ({error})"
