@@ -196,3 +196,13 @@ def test_conversion_without_the_model(tmp_path, monkeypatch, capsys):
     assert "out holds 'config.json', which would be lost" in error
     assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["config.json", "model.safetensors"]
     assert {value.dtype for value in load_file(tmp_path / "out" / "model.safetensors").values()} == {torch.float16}
+
+
+@ranks(2)
+def test_a_dtype_that_safetensors_lack(tmp_path):
+    model = nn.Sequential(nn.Linear(8, 8))
+    model.register_buffer("phases", torch.zeros(3, dtype=torch.complex128))
+    yafsdp_cc.shard(model)
+    with pytest.raises(ValueError, match=r"'phases' is torch.complex128, which safetensors cannot hold: save it with"):
+        yafsdp_cc.save_safetensors(tmp_path / "weights", model)
+    assert not (tmp_path / "weights").exists()

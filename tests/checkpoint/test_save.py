@@ -396,6 +396,7 @@ def extras(folder):
         "random": {"torch": torch.get_rng_state(), "python": random.getstate()},
         "rank": rank,
         "parameter": nn.Parameter(torch.ones(2)),
+        "sparse": torch.eye(3).to_sparse(),
         "best": {"loss": float("nan"), "losses": torch.tensor([1.0, float("nan")])},
     }
     yafsdp_cc.save(folder, model, **kept)
@@ -416,6 +417,7 @@ def elsewhere(folder):
         found = yafsdp_cc.load(folder, model)
     assert found["step"] == 3
     assert "rank" not in found
+    assert found["sparse"].to_dense().equal(torch.eye(3))
     assert "best" in found  # not a number is alike on all ranks
     [message] = [str(each.message) for each in caught if "left out" in str(each.message)]
     assert re.search(r"was saved by 2 ranks and is loaded by 3: random, rank differed between ranks", message)

@@ -376,9 +376,11 @@ def _same(a: Any, b: Any) -> bool:
     if type(a) is not type(b):
         return False
     if isinstance(a, Tensor):
-        if a.dtype != b.dtype or a.shape != b.shape:
+        if a.dtype != b.dtype or a.shape != b.shape or a.layout != b.layout:
             return False
-        return a.equal(b) or (a.is_floating_point() and a.double().allclose(b.double(), 0, 0, equal_nan=True))
+        a, b = a.to_dense(), b.to_dense()
+        is_float = a.is_floating_point()
+        return bool(a.equal(b) or (is_float and a.double().allclose(b.double(), 0, 0, equal_nan=True)))
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
     if isinstance(a, (list, tuple)):

@@ -329,6 +329,8 @@ def _write_files(folder: Path, tensors: Iterable[tuple[str, Tensor]], dtype: tor
 
     for name, tensor in tensors:
         kind = dtype or tensor.dtype if tensor.is_floating_point() else tensor.dtype
+        if kind is torch.complex128:
+            raise ValueError(f"'{name}' is {kind}, which safetensors cannot hold: save it with yafsdp_cc.save")
         if tensor.is_floating_point():
             saved_as = saved_as or kind
         size = tensor.numel() * kind.itemsize
