@@ -11,14 +11,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 
 import yafsdp_cc
 from tests.models import Mlp
 from tests.ranks import RankError, on_ranks
-from tests.replicas.test_overlap import ADAMW, batch, sharded, train
+from tests.replicas.test_overlap import ADAMW, batch, mesh_of, sharded, train
 from tests.soak import SOAK, also
 from tests.twins import seeded, square, whole
-from yafsdp_cc.replicas import Gossip, Outer, Overlap, ReplicaSync
+from yafsdp_cc.replicas import Gossip, Membership, Outer, Overlap, ReplicaSync
 
 SYNCS: dict[str, Callable[[], ReplicaSync]] = {
     "overlap-int4": lambda: Overlap("int4"),
@@ -109,4 +110,32 @@ def _saved(path: Path) -> dict[str, torch.Tensor]:
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
     train(model, optimizer, range(2))
     yafsdp_cc.save(path, model, optimizer)
+    return {name: whole(parameter.detach()) for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("kind", ["torch", "inside a plain module", "membership"])
+def test_a_replica_of_other_sharded_modules_is_one_checkpoint(tmp_path: Path, kind: str) -> None:
+    expected = on_ranks(2 if kind == "membership" else 4, _saved_otherwise, tmp_path, kind)[0]
+    plain = seeded(Mlp, seed=1)
+    yafsdp_cc.load(tmp_path / "checkpoint", plain)
+    for name, parameter in plain.named_parameters():
+        assert torch.equal(parameter.detach(), expected[name]), name
+
+
+def _saved_otherwise(folder: Path, kind: str) -> dict[str, torch.Tensor]:
+    model: Any = seeded(Mlp)
+    mesh = mesh_of(dist.get_world_size() // 2, 2)
+    if kind == "inside a plain module":
+        for layer in (model.enter, *model.blocks, model.leave):
+            yafsdp_cc.fully_shard(layer, mesh=mesh["shard"])
+    else:
+        fully_shard(model, mesh=mesh["shard"])
+    if kind == "membership":
+        store = dist.FileStore(str(folder / "store"))
+        yafsdp_cc.join_replicas(model, None, Outer(every=2, membership=Membership(store, "a")))
+    else:
+        yafsdp_cc.join_replicas(model, mesh["replicate"], Overlap())
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+    train(model, optimizer, range(2))
+    yafsdp_cc.save(folder / "checkpoint", model, optimizer)
     return {name: whole(parameter.detach()) for name, parameter in model.named_parameters()}

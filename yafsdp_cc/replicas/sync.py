@@ -184,9 +184,7 @@ class ReplicaSync(ABC):
         if not named:
             raise ValueError(f"this {type(model).__name__} has no parameter that is trained: nothing to synchronize")
         self.device = local_of(next(iter(named.values()))).device
-        # no process group is needed with a ``Membership``, which makes groups itself
-        alone = [dist.get_rank()] if dist.is_initialized() else []
-        self.members = ranks_of_model(require_state(model)) if isinstance(model, ShardedModule) else alone
+        self.members = _ranks_of(model)
         with torch.no_grad():
             self.connect(model, mesh)
         for parameter in (*named.values(), *self._frozen.values()):
@@ -250,6 +248,16 @@ class ReplicaSync(ABC):
                 f"{type(optimizer).__name__} steps a parameter of shape {list(parameter.shape)} that is not of the "
                 "model whose replicas are synchronized: make an optimizer for each model"
             )
+
+
+def _ranks_of(model: nn.Module) -> list[int]:
+    """Return the global ranks that hold a part of this replica's model, whoever has sharded its modules."""
+    if isinstance(model, ShardedModule):
+        return ranks_of_model(require_state(model))
+    meshes = [each.device_mesh for _, each in named_sharded_parameters(model) if isinstance(each, DTensor)]
+    if not meshes and dist.is_initialized():  # a ``Membership`` makes groups itself, and needs no process group
+        return [dist.get_rank()]
+    return sorted({rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()})
 
 
 def join_replicas(model: nn.Module, mesh: DeviceMesh | None, sync: ReplicaSync) -> None:
