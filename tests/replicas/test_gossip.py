@@ -147,15 +147,18 @@ def _check_sum(world: int) -> None:
 
 @ranks(2)
 def test_weights_may_be_changed_between_steps() -> None:
-    model = sharded(2, 1, Gossip(overlap=1))
+    model = sharded(2, 1, Gossip())
     optimizer = AdamW(model.parameters(), lr=0.0, weight_decay=0.0)
     train(model, optimizer, range(2))
-    weight = model.get_parameter("leave.weight")
-    before = whole(weight.detach())
+    weight, rank = model.get_parameter("leave.weight"), dist.get_rank()
     with torch.no_grad():
-        weight.fill_(3.0)
-    train(model, optimizer, range(2, 3))  # w was 3/4, half of it stays, and 1/4 comes with the weights from before
-    close(whole(weight.detach()), (3.0 * 3 / 8 + before / 4) / (5 / 8))
+        weight.fill_(3.0 + rank)
+    train(model, optimizer, range(2, 3))
+    close(whole(weight.detach()), torch.full_like(weight.to_local(), 3.5).view(weight.shape))
+    with torch.no_grad():
+        weight.fill_(5.0 + rank)
+    yafsdp_cc.synchronize_replicas(model)  # the mean of what was written, without a step in between
+    close(whole(weight.detach()), torch.full_like(weight.to_local(), 5.5).view(weight.shape))
 
 
 @ranks(4)

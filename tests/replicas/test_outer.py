@@ -304,6 +304,26 @@ def test_steps_of_a_parameter_without_dimensions_are_those_of_the_first_replica(
     assert whole(state["exp_avg"]) == found[:, 1].mean()
 
 
+@ranks(2)
+def test_weights_written_amid_a_round_are_not_replaced_at_its_end() -> None:
+    """As by weights of an EMA before save(), which would have the outer weights instead."""
+    model = sharded(2, 1, Outer(every=3))
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+    train(model, optimizer, range(2))
+    weight = model.get_parameter("leave.weight")
+    written = weight.detach().clone()
+    with torch.no_grad():
+        weight.copy_(written)
+    with pytest.raises(RuntimeError, match=r"was changed after a step amid a round.*synchronize_replicas\(model\)"):
+        yafsdp_cc.synchronize_replicas(model)
+    train(model, optimizer, range(2, 3))  # a change before a step is a part of this replica's own way
+    yafsdp_cc.synchronize_replicas(model)
+    with torch.no_grad():
+        weight.fill_(3.0)
+    yafsdp_cc.synchronize_replicas(model)
+    assert bool((whole(weight.detach()) == 3).all())
+
+
 def test_refuses_settings_that_cannot_be() -> None:
     assert "delay=3" in refusal(lambda: Outer(every=4, fragments=2, delay=3))
     assert "fragments=5" in refusal(lambda: Outer(every=4, fragments=5))

@@ -107,7 +107,6 @@ class Gossip(ReplicaSync):
         self._steps = 0
         """Number of steps since all replicas had the same weights."""
         self._is_in_flight = False
-        self._versions: list[int] = []
 
     def prepare(self) -> None:
         like = self.locals()
@@ -160,9 +159,13 @@ class Gossip(ReplicaSync):
     # Around a step -------------------------------------------------------------------------------------------------
 
     def before_step(self, optimizer: Optimizer) -> None:
+        self._take_changes()
+
+    def _take_changes(self) -> None:
         """Make the biased weights anew where weights were changed since the last step, as by a loaded state dict."""
-        for biased, local, version in zip(self._biased.views, self.locals(), self._versions, strict=True):
-            if local._version != version:
+        changed = set(self.changed())
+        for name, biased, local in zip(self.parameters, self._biased.views, self.locals(), strict=True):
+            if name in changed:
                 torch.mul(local, self._push_weight, out=biased)
 
     def after_step(self, optimizer: Optimizer) -> None:
@@ -261,7 +264,7 @@ class Gossip(ReplicaSync):
     def _show(self) -> None:
         for biased, local in zip(self._biased.views, self.locals(), strict=True):
             local.copy_(biased / self._push_weight)
-        self._versions = [each._version for each in self.locals()]
+        self.remember_weights()
 
     # Between steps -------------------------------------------------------------------------------------------------
 
@@ -269,6 +272,7 @@ class Gossip(ReplicaSync):
     def finish(self) -> None:
         if self.comm.world == 1:
             return
+        self._take_changes()
         self._complete()
         totals = torch.stack([self._push_weight, torch.full_like(self._push_weight, self._steps)])
         sum_over(self.comm, totals)
@@ -311,7 +315,7 @@ class Gossip(ReplicaSync):
         for estimate in self._of_source:
             estimate.copy_(self._biased.data)
         self._steps, self._is_in_flight = 0, False
-        self._versions = [each._version for each in self.locals()]
+        self.remember_weights()
 
 
 # Graphs ------------------------------------------------------------------------------------------------------------

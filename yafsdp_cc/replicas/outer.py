@@ -211,6 +211,7 @@ class Outer(ReplicaSync):
             if not self.delay:
                 self._complete(0.0)
         self._step %= self.every
+        self.remember_weights()
 
     def _begin(self) -> None:
         self._step, self._moved = 0, False
@@ -352,6 +353,8 @@ class Outer(ReplicaSync):
 
     @torch.no_grad()
     def finish(self) -> None:
+        if self._moved:
+            self.refuse_changes("after a step amid a round, and the round's end, which makes an outer step, would replace it")
         if self._pending is not None:
             self._complete(self.mix)
         self._start_count()

@@ -102,7 +102,6 @@ class Overlap(ReplicaSync):
         self._pending: _Step | None = None
         self._first: _Step | None = None
         """The step whose first half alone is over, with the sum of that half in ``_kept``; None at other times."""
-        self._versions: list[int] = []
         self._steps = 0
         # State that ``before_step`` leaves for ``after_step``
         self._grads: list[Tensor | None] = []
@@ -151,7 +150,7 @@ class Overlap(ReplicaSync):
         own = _Step([grad is not None for grad in self._grads], [_copied(group) for group in self._settings])
         arrived, self._pending = self._pending, own
         if arrived is not None:
-            self._check_unchanged()
+            self._refuse_changes()
             self._wait(arrived)
         total, kept = self._total, self._kept
         self._is_second = self.half_batches and arrived is not None and self._first is None
@@ -209,17 +208,11 @@ class Overlap(ReplicaSync):
         if self._is_second or not self.half_batches:
             self._predict(optimizer)
         self._grads, self._settings, self._given = [], [], []
-        self._versions = [each._version for each in self.locals()]
+        self.remember_weights()
 
-    def _check_unchanged(self) -> None:
+    def _refuse_changes(self) -> None:
         """Raise if somebody has changed the shown weights, which the committed ones are about to overwrite."""
-        for name, local, version in zip(self.parameters, self.locals(), self._versions, strict=True):
-            if local._version != version:
-                raise RuntimeError(
-                    f"'{name}', or a parameter that shares its buffer, was changed between two steps of an optimizer, "
-                    "where both hold predicted weights: the change would be lost. Call "
-                    "yafsdp_cc.synchronize_replicas(model) on all ranks before it"
-                )
+        self.refuse_changes("between two steps of an optimizer, where both hold predicted weights: the change would be lost")
 
     def _hide(self) -> None:
         for parameter in self.parameters.values():
@@ -281,8 +274,10 @@ class Overlap(ReplicaSync):
 
     @torch.no_grad()
     def finish(self) -> None:
-        step, self._pending = self._pending, None
         optimizer = self.optimizer
+        if self._pending is not None:
+            self._refuse_changes()
+        step, self._pending = self._pending, None
         if step is None or optimizer is None:
             return
         members = list(self.parameters.values())

@@ -44,6 +44,7 @@ from yafsdp_cc.optim.matrix import MatrixOptimizer
 from yafsdp_cc.optim.one_bit import OneBitOptimizer
 from yafsdp_cc.ranks.checks import all_gather_objects, check_settings
 from yafsdp_cc.ranks.mesh import broadcast_values, shard_group
+from yafsdp_cc.tensor.dtensor import follow_optimizers
 from yafsdp_cc.tensor.module_parameters import named_sharded_parameters
 from yafsdp_cc.tensor.shown import REPLICA_SYNC
 
@@ -104,6 +105,8 @@ class ReplicaSync(ABC):
         """Global ranks of all replicas; of this replica alone, if replicas come and go."""
         self._frozen: dict[str, nn.Parameter] = {}
         self._stepped_by: weakref.ref[Optimizer] | None = None
+        self._versions: list[int] = []
+        """Version counters of the local tensors when ``remember_weights`` was called last."""
         self._in_use: Optimizer | None = None
         """The optimizer, while an exchange is under way that ``finish`` needs it for."""
 
@@ -210,6 +213,23 @@ class ReplicaSync(ABC):
         """Return the local tensor of each parameter."""
         return [local_of(each) for each in self.parameters.values()]
 
+    def remember_weights(self) -> None:
+        """Let ``changed`` tell of changes from now on."""
+        self._versions = [each._version for each in self.locals()]
+
+    def changed(self) -> list[str]:
+        """Return the names of parameters that the program has changed since ``remember_weights``."""
+        found = zip(self.parameters, self.locals(), self._versions, strict=True)
+        return [name for name, local, version in found if local._version != version]
+
+    def refuse_changes(self, when: str) -> None:
+        """Raise a ``RuntimeError`` if the program has changed weights since ``remember_weights``."""
+        if changed := self.changed():
+            raise RuntimeError(
+                f"'{changed[0]}', or a parameter that shares its buffer, was changed {when}. Call "
+                "yafsdp_cc.synchronize_replicas(model) on all ranks before it"
+            )
+
     def adopt(self, optimizer: Optimizer) -> None:
         """Check an optimizer before its first step on this model."""
         if self._in_use is optimizer:
@@ -313,6 +333,7 @@ def refuse_sync(call: str, *models: nn.Module) -> None:
 
 @cache
 def _watch_optimizers() -> None:
+    follow_optimizers()  # its hooks are to run first: they raise the versions that ``remember_weights`` notes
     register_optimizer_step_pre_hook(_before)
     register_optimizer_step_post_hook(_after)
 
