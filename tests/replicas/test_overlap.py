@@ -361,6 +361,41 @@ class Counting(torch.optim.Optimizer):
         self.param_groups[0]["steps"] += 1
 
 
+class Calling(AdamW):
+    """An optimizer whose step has AdamW's in it, so that torch runs global hooks twice; the first call raises if
+    ``fails``."""
+
+    fails = False
+
+    def step(self, closure: Any = None) -> Any:
+        if self.fails:
+            self.fails = False
+            raise FloatingPointError
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(
+    "make", [Overlap, lambda: Overlap(half_batches=True), Gossip, lambda: Outer(every=2), lambda: Outer(sync_steps=1)]
+)
+@ranks(2, fresh=True)
+def test_a_step_that_calls_its_base_class_is_one_step(make: Any) -> None:
+    found = []
+    for kind in (AdamW, Calling):
+        sync = make()
+        model = sharded(2, 1, sync)
+        optimizer = kind(model.parameters(), **ADAMW)
+        if isinstance(optimizer, Calling) and not isinstance(sync, Overlap):
+            square(model, batch(0, 0)).backward()
+            optimizer.fails = True
+            with pytest.raises(FloatingPointError):
+                optimizer.step()
+            optimizer.zero_grad()
+        train(model, optimizer, range(5))
+        yafsdp_cc.synchronize_replicas(model)
+        found.append(torch.cat([each.to_local().detach().flatten() for each in model.parameters()]))
+    assert torch.equal(*found)
+
+
 def shard_and_train(mesh: Any) -> Any:
     model = yafsdp_cc.shard(seeded(Mlp), mesh=mesh, sync=Overlap())
     square(model, batch(0, 0)).backward()

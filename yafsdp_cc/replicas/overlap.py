@@ -25,7 +25,6 @@ with any optimizer, shards and encoded sums. ACCO: Accumulate While You Communic
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -45,11 +44,11 @@ from yafsdp_cc.replicas.sync import (
     read_grads,
     runs_of,
     set_grad,
+    step_on,
     sum_over,
 )
 
 if TYPE_CHECKING:
-    from torch import nn
     from torch.optim import Optimizer
 
     from yafsdp_cc.engine.communicator import Works
@@ -212,7 +211,9 @@ class Overlap(ReplicaSync):
 
     def _refuse_changes(self) -> None:
         """Raise if somebody has changed the shown weights, which the committed ones are about to overwrite."""
-        self.refuse_changes("between two steps of an optimizer, where both hold predicted weights: the change would be lost")
+        self.refuse_changes(
+            "between two steps of an optimizer, where both hold predicted weights: the change would be lost"
+        )
 
     def _hide(self) -> None:
         for parameter in self.parameters.values():
@@ -262,7 +263,7 @@ class Overlap(ReplicaSync):
             before: dict[Tensor, Any] = {each: dict(optimizer.state[each]) for each in run if each in optimizer.state}
             tensors = [each for state in before.values() for each in state.values() if isinstance(each, Tensor)]
             kept = [(local, local.clone()) for local in map(local_of, tensors)]
-            _step_on(optimizer, run)
+            step_on(optimizer, run)
             for each, grad in zip(run, shown, strict=True):
                 each.grad = grad
                 optimizer.state.pop(each, None)
@@ -290,7 +291,7 @@ class Overlap(ReplicaSync):
         self._show(step, self._join_halves(step))
         _set_settings(optimizer, step.settings)
         try:
-            _step_on(optimizer, members)
+            step_on(optimizer, members)
         finally:
             _set_settings(optimizer, settings)
         for parameter, grad in zip(members, shown, strict=True):
@@ -324,17 +325,6 @@ class Overlap(ReplicaSync):
 
 
 # Optimizers --------------------------------------------------------------------------------------------------------
-
-
-def _step_on(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
-    """Run the optimizer's own step, without hooks, on those of ``parameters`` that have a ``.grad``."""
-    chosen = set(parameters)
-    groups = optimizer.param_groups
-    optimizer.param_groups = [{**each, "params": [p for p in each["params"] if p in chosen]} for each in groups]
-    try:
-        inspect.unwrap(type(optimizer).step)(optimizer)
-    finally:
-        optimizer.param_groups = groups
 
 
 def _settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:

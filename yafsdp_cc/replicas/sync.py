@@ -15,6 +15,7 @@ or plain model.
 from __future__ import annotations
 
 import inspect
+import sys
 import weakref
 from abc import ABC, abstractmethod
 from collections import OrderedDict
@@ -340,7 +341,7 @@ def _watch_optimizers() -> None:
 
 def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     sync = _sync_of(optimizer)
-    if sync is None:
+    if sync is None or _is_within_step(optimizer):
         return
     sync.check_parameters(optimizer)
     sync.adopt(optimizer)
@@ -360,9 +361,37 @@ def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 def _after(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     sync = _sync_of(optimizer)
-    if sync is not None:
+    if sync is not None and not _is_within_step(optimizer):
         with torch.no_grad():
             sync.after_step(optimizer)
+
+
+def step_on(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
+    """Run the optimizer's own step, without an exchange, on those of ``parameters`` that have a ``.grad``."""
+    chosen = set(parameters)
+    groups = optimizer.param_groups
+    optimizer.param_groups = [{**each, "params": [p for p in each["params"] if p in chosen]} for each in groups]
+    try:
+        inspect.unwrap(type(optimizer).step)(optimizer)
+    finally:
+        optimizer.param_groups = groups
+
+
+def _is_within_step(optimizer: Optimizer) -> bool:
+    """Return whether the step whose hooks run is a part of another step of ``optimizer``.
+
+    Where a class's ``step()`` calls ``super().step()``, torch runs global hooks for each of both classes that an object
+    was made of. The stack tells so; a count of steps under way would be wrong for good once a step has raised.
+    """
+    hooked = sys._getframe(2)  # torch's wrapper of ``step()``, which has called the caller
+    frame = hooked.f_back
+    while frame is not None:
+        if frame.f_code is hooked.f_code and frame.f_locals.get("self") is optimizer:
+            return True
+        if frame.f_code is step_on.__code__ and frame.f_locals.get("optimizer") is optimizer:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _sync_of(optimizer: Optimizer) -> ReplicaSync | None:
