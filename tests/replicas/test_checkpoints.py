@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import yafsdp_cc
-from tests.models import Mlp
-from tests.ranks import RankError, on_ranks
+from tests.models import WIDTH, Mlp
+from tests.ranks import RankError, on_ranks, ranks
 from tests.replicas.test_overlap import ADAMW, batch, mesh_of, sharded, train
 from tests.soak import SOAK, also
 from tests.twins import seeded, square, whole
@@ -111,6 +112,26 @@ def _saved(path: Path) -> dict[str, torch.Tensor]:
     train(model, optimizer, range(2))
     yafsdp_cc.save(path, model, optimizer)
     return {name: whole(parameter.detach()) for name, parameter in model.named_parameters()}
+
+
+@ranks(4)
+def test_a_rank_that_owns_nothing_sends_nothing(tmp_path: Path) -> None:
+    """Of a weight of one row FSDP2's second rank has none."""
+    mesh = mesh_of(2, 2)
+    for number, sync in enumerate((Overlap("int8"), Gossip(codec="int8"), Outer(every=2, lr=1, codec="topk2bit"))):
+        model: Any = seeded(lambda: nn.Linear(WIDTH, 1, bias=False))
+        fully_shard(model, mesh=mesh["shard"])
+        yafsdp_cc.join_replicas(model, mesh["replicate"], sync)
+        optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+        train(model, optimizer, range(3))
+        yafsdp_cc.save(tmp_path / str(number), model, optimizer)
+        saved = whole(model.weight.detach())
+        train(model, optimizer, range(1))
+        yafsdp_cc.load(tmp_path / str(number), model, optimizer)
+        assert torch.equal(whole(model.weight.detach()), saved)
+        train(model, optimizer, range(3, 5))
+        yafsdp_cc.synchronize_replicas(model)
+        assert not torch.equal(whole(model.weight.detach()), saved)
 
 
 @pytest.mark.parametrize("kind", ["torch", "inside a plain module", "membership"])

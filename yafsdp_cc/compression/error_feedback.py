@@ -157,6 +157,8 @@ def encode(
         scale: factor that gradients are multiplied by first: one over the loss scale.
         noise: random numbers for stochastic rounding, without a residual.
     """
+    if not gradients.numel():  # of a rank that owns no element
+        return
     if (ops := ops_for(message.device, codec)) is not None:
         number, values = _NUMBERS[codec.name], _readable(gradients)
         kept = (None, None) if residual is None else (residual.values, residual.scales)
@@ -204,6 +206,8 @@ def decode_sum(
         start: index of the first of these elements, a multiple of ``PART``; without a native kernel it must be 0, and
             ``total`` [n].
     """
+    if not total.numel():
+        return
     own = None if own is None else _readable(own)
     if (ops := ops_for(messages.device, codec)) is not None:
         number = _NUMBERS[codec.name]
