@@ -486,6 +486,24 @@ def test_weights_may_be_changed_once_replicas_are_synchronized(sync: Any, steps:
     assert bool((whole(model.get_parameter("leave.weight").detach()) == 3).all())
 
 
+@pytest.mark.parametrize("sync", [Overlap(), Outer(every=4, sync_steps=4)])
+@ranks(2)
+def test_gradients_of_another_dtype_than_their_parameters(sync: Any) -> None:
+    """In fp32, of a layer in bf16 that one replica uses and the other one does not."""
+    model = seeded(Branches).to(torch.bfloat16)
+    for parameter in model.parameters():
+        parameter.grad_dtype = torch.float32
+    yafsdp_cc.join_replicas(model, mesh_of(2, 1)["replicate"], sync)
+    model(batch(0, dist.get_rank()).to(torch.bfloat16), dist.get_rank() == 0).float().square().mean().backward()
+    sometimes = model.get_parameter("sometimes.weight")
+    mean = torch.zeros_like(sometimes, dtype=torch.float32) if sometimes.grad is None else sometimes.grad.clone()
+    dist.all_reduce(mean)
+    before, optimizer = sometimes.detach().clone(), SGD(model.parameters(), lr=1.0)
+    optimizer.step()
+    yafsdp_cc.synchronize_replicas(model)
+    torch.testing.assert_close(sometimes.detach(), (before - mean / 2).to(torch.bfloat16))
+
+
 @ranks(2)
 def test_what_would_be_lost_is_refused() -> None:
     model = sharded(2, 1, "overlap")

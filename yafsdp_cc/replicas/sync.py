@@ -465,7 +465,7 @@ def set_grad(parameter: nn.Parameter, total: Tensor | None, divisor: int) -> Non
         parameter.grad = None
         return
     if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
+        parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
     torch.div(total, divisor, out=local_of(parameter.grad))
 
 
