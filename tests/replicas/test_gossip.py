@@ -161,6 +161,19 @@ def test_weights_may_be_changed_between_steps() -> None:
     close(whole(weight.detach()), torch.full_like(weight.to_local(), 5.5).view(weight.shape))
 
 
+@ranks(2)
+def test_weights_are_not_changed_while_older_ones_are_on_their_way() -> None:
+    """As by a program that goes back to weights from before a step with NaN, which would come back."""
+    model = sharded(2, 1, Gossip(overlap=1))
+    good = {name: each.clone() for name, each in model.state_dict().items()}
+    optimizer = SGD(model.parameters(), lr=float("nan"))
+    train(model, optimizer, range(1))
+    model.load_state_dict(good)
+    for act in (lambda: train(model, optimizer, range(1, 2)), lambda: yafsdp_cc.synchronize_replicas(model)):
+        with pytest.raises(RuntimeError, match=r"'enter.weight'.* message with older weights .*synchronize_replicas"):
+            act()
+
+
 @ranks(4)
 def test_state_that_some_replicas_lack_is_shared() -> None:
     model = seeded(Branches)

@@ -163,6 +163,10 @@ class Gossip(ReplicaSync):
 
     def _take_changes(self) -> None:
         """Make the biased weights anew where weights were changed since the last step, as by a loaded state dict."""
+        if self._is_in_flight:
+            self.refuse_changes(
+                "while a message with older weights is on its way, which would mix into it (with overlap=0 none is)"
+            )
         changed = set(self.changed())
         for name, biased, local in zip(self.parameters, self._biased.views, self.locals(), strict=True):
             if name in changed:
