@@ -305,6 +305,15 @@ def test_steps_of_a_parameter_without_dimensions_are_those_of_the_first_replica(
 
 
 @ranks(2)
+def test_a_step_skipped_in_the_synchronous_start_is_refused() -> None:
+    model = sharded(2, 1, Outer(every=3, sync_steps=8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(RuntimeError, match=r"replicas have made different numbers of steps \(this one 2\)"):
+        train(model, optimizer, range(3 - dist.get_rank()))
+        yafsdp_cc.synchronize_replicas(model)
+
+
+@ranks(2)
 def test_weights_written_amid_a_round_are_not_replaced_at_its_end() -> None:
     """As by weights of an EMA before save(), which would have the outer weights instead."""
     model = sharded(2, 1, Outer(every=3))

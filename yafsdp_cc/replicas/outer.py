@@ -58,6 +58,8 @@ if TYPE_CHECKING:
 _SPARSE_BLOCK = 4096
 _MOMENTUM, _RESIDUAL, _START = "outer_momentum", "outer_residual", "outer_start"
 """Names of outer state in checkpoints; checkpoints of earlier versions need these names unchanged."""
+_COUNTER = 2
+"""Number of entries of a count before those of parameters: the number of steps and its square."""
 
 
 class Outer(ReplicaSync):
@@ -149,7 +151,8 @@ class Outer(ReplicaSync):
         place = self.device if self.membership is None else torch.device("cpu")
         self._rounds: AllReplicas | Membership = self.membership or AllReplicas(self.comm)
         self._stream = comm_stream(place)
-        self._count, self._count_handle = torch.zeros(2, dtype=torch.int64, device=place), self._stream.handle()
+        self._count = torch.zeros(_COUNTER + len(self.parameters), dtype=torch.int64, device=place)
+        self._count_handle = self._stream.handle()
         is_repeated = self.membership is not None
         runs = _runs(list(self.parameters.values()), self.fragments)
         self._fragments = [_Fragment(each, place, self._codec, self.momentum > 0, is_repeated) for each in runs]
@@ -188,10 +191,10 @@ class Outer(ReplicaSync):
         members = list(self.parameters.values())
         total = self._total = self._total or LocalBuffer(self.locals())
         read_grads([each.grad for each in members], total.views)
-        used = torch.tensor([each.grad is not None for each in members], dtype=torch.float32, device=self.device)
-        sum_over(self.comm, used)
+        self._start_count([each.grad is not None for each in members])
+        used = self._check_count()
         sum_over(self.comm, total.data)
-        for parameter, view, replicas in zip(members, total.views, used.tolist(), strict=True):
+        for parameter, view, replicas in zip(members, total.views, used, strict=True):
             set_grad(parameter, view if replicas else None, self.comm.world)
 
     def after_step(self, optimizer: Optimizer) -> None:
@@ -234,17 +237,27 @@ class Outer(ReplicaSync):
         self._start_count()
         self._issue(task)
 
-    def _start_count(self) -> None:
-        """Start to compare the replicas' numbers of steps, if these must be equal."""
+    def _start_count(self, used: Sequence[bool] = ()) -> None:
+        """Start to compare the replicas' numbers of steps, if these must be equal: in one form wherever replicas meet.
+
+        Args:
+            used: in a synchronous step, which this step counts with, whether each parameter has a gradient.
+        """
         if self.membership is None:
-            self._count.copy_(torch.tensor([self._made, self._made**2], device="cpu"))
+            made = self._made - self._left + bool(used)
+            flags = used or [False] * len(self.parameters)
+            self._count.copy_(torch.tensor([made, made**2, *flags], device="cpu"))
             self._stream.wait_for_caller()
             self._stream.issue(self._count_handle, lambda async_op: self.comm.all_reduce(self._count, async_op))
 
-    def _check_count(self) -> None:
+    def _check_count(self) -> list[int]:
+        """Return on how many replicas each parameter has a gradient, in a synchronous step."""
         self._count_handle.wait()
-        if self.membership is None:
-            check_steps(self.comm.world, self._count.tolist(), self._made)
+        if self.membership is not None:
+            return []
+        counts = self._count.tolist()
+        check_steps(self.comm.world, counts[:_COUNTER], self._made + self.sync_steps - self._left)
+        return counts[_COUNTER:]
 
     def _issue(self, task: Task) -> None:
         """Find the members of the round, and start to send."""
