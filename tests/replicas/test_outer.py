@@ -308,9 +308,14 @@ def test_steps_of_a_parameter_without_dimensions_are_those_of_the_first_replica(
 def test_a_step_skipped_in_the_synchronous_start_is_refused() -> None:
     model = sharded(2, 1, Outer(every=3, sync_steps=8))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(RuntimeError, match=r"replicas have made different numbers of steps \(this one 2\)"):
-        train(model, optimizer, range(3 - dist.get_rank()))
-        yafsdp_cc.synchronize_replicas(model)
+    made = 3 - dist.get_rank()
+    with pytest.raises(RuntimeError, match=rf"replicas have made different numbers of steps \(this one {made}\)"):
+        _train_and_meet(model, optimizer, made)
+
+
+def _train_and_meet(model: Any, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    train(model, optimizer, range(steps))
+    yafsdp_cc.synchronize_replicas(model)
 
 
 @ranks(2)
@@ -331,6 +336,14 @@ def test_weights_written_amid_a_round_are_not_replaced_at_its_end() -> None:
         weight.fill_(3.0)
     yafsdp_cc.synchronize_replicas(model)
     assert bool((whole(weight.detach()) == 3).all())
+
+
+@ranks(2)
+def test_memory_has_a_replicas_own_message_and_those_of_all() -> None:
+    sync, codec = Outer(codec="int8"), codec_of("int8", 256)
+    model = sharded(2, 1, sync)
+    padded = sum(-(-each.to_local().numel() // 256) * 256 for each in model.parameters())
+    assert sync.memory()["messages"] == 3 * codec.message_bytes(padded)
 
 
 def test_refuses_settings_that_cannot_be() -> None:

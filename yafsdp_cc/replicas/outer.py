@@ -134,6 +134,8 @@ class Outer(ReplicaSync):
         self._made = 0
         """Number of local steps so far."""
         self._pending: _Exchange | None = None
+        self._counted = 0
+        """Number of steps at the last comparison with other replicas, synchronous ones included."""
         self._arrives = 0
         """Number of local steps at which the exchange under way is completed."""
 
@@ -174,10 +176,11 @@ class Outer(ReplicaSync):
             return sum(each.nbytes for each in found if each is not None)
 
         rows = {"outer weights": of("outer"), "outer momentum": of("momentum"), "outer gradients": of("delta")}
-        rows |= {"lost by messages": of("residual"), "messages": self.comm.world * of("message")}
+        rows |= {"lost by messages": of("residual"), "messages": (1 + self.comm.world) * of("message")}
         rows["sums of outer gradients"] = of("total")
+        rows["counts of steps"] = self._count.nbytes
         if self._left:
-            rows["sums of the synchronous start"] = 4 * (len(self.parameters) + sum(e.numel() for e in self.locals()))
+            rows["sums of the synchronous start"] = 4 * sum(each.numel() for each in self.locals())
         return {name: size for name, size in rows.items() if size}
 
     # Around a step -------------------------------------------------------------------------------------------------
@@ -245,6 +248,7 @@ class Outer(ReplicaSync):
         """
         if self.membership is None:
             made = self._made - self._left + bool(used)
+            self._counted = made + self.sync_steps
             flags = used or [False] * len(self.parameters)
             self._count.copy_(torch.tensor([made, made**2, *flags], device="cpu"))
             self._stream.wait_for_caller()
@@ -256,7 +260,7 @@ class Outer(ReplicaSync):
         if self.membership is not None:
             return []
         counts = self._count.tolist()
-        check_steps(self.comm.world, counts[:_COUNTER], self._made + self.sync_steps - self._left)
+        check_steps(self.comm.world, counts[:_COUNTER], self._counted)
         return counts[_COUNTER:]
 
     def _issue(self, task: Task) -> None:
@@ -367,7 +371,9 @@ class Outer(ReplicaSync):
     @torch.no_grad()
     def finish(self) -> None:
         if self._moved:
-            self.refuse_changes("after a step amid a round, and the round's end, which makes an outer step, would replace it")
+            self.refuse_changes(
+                "after a step amid a round, and the round's end, which makes an outer step, would replace it"
+            )
         if self._pending is not None:
             self._complete(self.mix)
         self._start_count()
