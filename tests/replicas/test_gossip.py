@@ -194,6 +194,21 @@ def test_state_that_some_replicas_lack_is_shared() -> None:
     optimizer.step()
 
 
+@ranks(2)
+def test_none_in_the_state_of_an_optimizer_remains() -> None:
+    model = nn.Linear(4, 4)
+    yafsdp_cc.join_replicas(model, mesh_of(2, 1)["replicate"], Gossip())
+    optimizer, rank = SGD(model.parameters(), lr=0.1), dist.get_rank()
+    model(torch.ones(4)).sum().backward()
+    optimizer.step()
+    some = torch.full((4, 4), 3.0) if rank else None  # made when it is needed, on one replica so far
+    optimizer.state[model.weight] = {"none": None, "some": some, "count": 2 + rank, "text": "x" if rank else None}
+    yafsdp_cc.synchronize_replicas(model)
+    state = optimizer.state[model.weight]
+    assert (state["none"], state["count"], state["text"]) == (None, 2, "x")
+    assert torch.equal(state["some"], torch.full((4, 4), 3.0))
+
+
 @pytest.mark.parametrize("overlap", [0, 1])
 def test_different_numbers_of_steps_are_refused(overlap: int) -> None:
     _check_numbers(overlap=overlap)

@@ -218,7 +218,7 @@ def attacks(replica: Any) -> str:
 ATTACKS = {
     "a pickle": (lambda mark: pickle.dumps(Evil(mark)), "b-.* has sent what is no state of this optimizer"),
     "other shapes": (
-        lambda _: bytes(encoded({"0.weight": {"momentum_buffer": torch.ones(3)}}).tolist()),
+        lambda _: bytes(encoded({"0.weight": {"momentum_buffer": (torch.ones(3),)}}).tolist()),
         "'momentum_buffer' of '0.weight' has another type or shape",
     ),
     "too much": (lambda _: bytes(1 << 20), "announce .*1048576.* bytes of optimizer state"),

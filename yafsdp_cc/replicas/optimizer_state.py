@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 _MOST_VALUES, _MOST_KEYS = 1 << 14, 32
 """Limits of the optimizer state that a peer sends for a parameter, tensors of the parameter's shape not counted: bytes
 (8 more for each element), and number of values."""
+_NONE = (None,)
+"""A None in an optimizer's state, which gives way to a value that another replica has there."""
 
 Parameters = Mapping[str, "nn.Parameter"]
 """The trained parameters of a model by full name."""
@@ -52,23 +54,25 @@ def mean_state(parameters: Parameters, states: States, comm: Communicator, names
     Raises:
         ValueError: a replica has sent what is no state of this optimizer.
     """
-    known: dict[str, dict[str, Any]] = {}
+    # a value is sent in a tuple; an empty one stands for a tensor like its parameter
+    known: dict[str, dict[str, tuple[Any, ...]]] = {}
     for name, parameter in parameters.items():
         state = states.get(parameter, {})
-        known[name] = {key: None if _is_like(key, value, parameter) else _plain(value) for key, value in state.items()}
-    everywhere: dict[tuple[str, str], Any] = {}
+        known[name] = {key: () if _is_like(key, value, parameter) else (_plain(value),) for key, value in state.items()}
+    everywhere: dict[tuple[str, str], tuple[Any, ...]] = {}
     counts: Counter[tuple[str, str]] = Counter()
     for sender, theirs in zip(names, _exchange(known, comm, parameters), strict=True):
         for name, key, value in _checked(theirs, parameters, states, sender):
-            everywhere.setdefault((name, key), value)
-            counts[name, key] += 1
-    found = [StateValue(name, key, value) for (name, key), value in everywhere.items() if value is not None]
-    alike = [place for place, value in everywhere.items() if value is None]
+            if everywhere.get((name, key), _NONE) == _NONE:
+                everywhere[name, key] = value
+            counts[name, key] += not value
+    found = [StateValue(name, key, *value) for (name, key), value in everywhere.items() if value]
+    alike = [place for place, value in everywhere.items() if not value]
     for run in (alike[part] for part in runs_of([parameters[name] for name, _ in alike])):
         mean = LocalBuffer([local_of(parameters[name]) for name, _ in run], device=comm.device)
         for (name, key), view in zip(run, mean.views, strict=True):
-            if (value := states.get(parameters[name], {}).get(key)) is not None:
-                view.copy_(local_of(value))
+            if (own := states.get(parameters[name], {}).get(key)) is not None:
+                view.copy_(local_of(own))
         sum_over(comm, mean.data)
         for place, view in zip(run, mean.views, strict=True):
             found.append(StateValue(*place, view.div_(counts[place]), is_like=True))
@@ -80,7 +84,7 @@ def write_state(parameters: Parameters, optimizer: Optimizer, values: Sequence[S
     for name, key, value, is_like in values:
         parameter = parameters[name]
         own = optimizer.state[parameter]
-        if is_like and key not in own:
+        if is_like and own.get(key) is None:
             own[key] = torch.zeros_like(parameter, requires_grad=False)
         if isinstance(own.get(key), Tensor):
             local_of(own[key]).copy_(value)
@@ -111,7 +115,9 @@ def _exchange(known: Any, comm: Communicator, parameters: Parameters) -> Iterato
     return (text[:size].cpu() for text, size in zip(texts, found, strict=True))
 
 
-def _checked(message: Tensor, parameters: Parameters, states: States, sender: str) -> Iterator[tuple[str, str, Any]]:
+def _checked(
+    message: Tensor, parameters: Parameters, states: States, sender: str
+) -> Iterator[tuple[str, str, tuple[Any, ...]]]:
     """Yield parameter, key and value of the state that a replica has sent."""
     try:
         for name, state in decoded(message).items():
@@ -132,15 +138,17 @@ def _is_like(key: str, value: Any, parameter: nn.Parameter) -> bool:
     return is_like and key != "step"  # the number of steps has the shape of a parameter without dimensions
 
 
-def _fits(key: str, value: Any, own: Any, parameter: nn.Parameter) -> bool:
-    """Return whether another replica's ``value`` has the type and shape of ``own``; True where ``own`` is None."""
-    if own is None:
+def _fits(key: str, value: tuple[Any, ...], own: Any, parameter: nn.Parameter) -> bool:
+    """Return whether another replica's value has the type and shape of ``own``; True where either is None."""
+    if type(value) is not tuple or len(value) > 1:
+        return False
+    if own is None or value == _NONE:
         return True
-    if value is None or _is_like(key, own, parameter):
-        return value is None and _is_like(key, own, parameter)
+    if not value or _is_like(key, own, parameter):
+        return not value and _is_like(key, own, parameter)
     if isinstance(own, Tensor):
-        return isinstance(value, Tensor) and value.shape == local_of(own).shape
-    return type(value) is type(own)
+        return isinstance(value[0], Tensor) and value[0].shape == local_of(own).shape
+    return type(value[0]) is type(own)
 
 
 def _plain(value: Any) -> Any:
