@@ -142,6 +142,12 @@ _ARGUMENTS = {
     "compression": "compression",
 }
 """Arguments of ``shard`` by settings of the run file, or sections of it, that have another name than the argument."""
+_OF_MODEL = {
+    "shard.ownership": "the repeated blocks: pass ownership to the calls of fully_shard on blocks",
+    "precision.output": "the model from its blocks, whose outputs would be rounded too: leave it out and pass "
+    "MixedPrecisionPolicy(output_dtype=...), as mp_policy, to the call of fully_shard on the model",
+}
+"""What ``shard`` knows that one call of ``fully_shard`` does not, and what to do instead, by settings refused there."""
 
 _FSDP1 = {
     "auto_wrap_policy": "units=['Block'] of shard(), or fully_shard on each block and then on the model",
@@ -187,10 +193,11 @@ def _completed(function: Callable[P, Result]) -> Callable[P, Result]:
         for name, one in settings.items():
             section, _, leaf = name.partition(".")
             argument = _ARGUMENTS.get(name) or _ARGUMENTS.get(section, leaf)
-            if argument == "ownership" and function.__name__ == "fully_shard":
+            is_asked = one.value is not None and argument not in given
+            if is_asked and name in _OF_MODEL and function.__name__ == "fully_shard":
                 raise ValueError(
-                    f"{name} ({one.source}) is for shard(model), which knows the repeated blocks: pass ownership to "
-                    "the calls of fully_shard on blocks, or call yafsdp_cc.shard(model)"
+                    f"{name} ({one.source}) is for shard(model), which knows {_OF_MODEL[name]}, or call "
+                    "yafsdp_cc.shard(model)"
                 )
             if argument not in accepted:
                 raise ValueError(

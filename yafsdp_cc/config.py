@@ -131,7 +131,7 @@ class PrecisionSection(BaseModel):
     reduce: Dtype | None = None
     """Dtype of gradients on the network; null: as param. Use fp32 where many ranks are summed."""
     output: Dtype | None = None
-    """Dtype of the model's output."""
+    """Dtype of the model's output. Not with fully_shard."""
     cast_forward_inputs: bool = True
     """Whether the model's inputs are cast to param."""
 

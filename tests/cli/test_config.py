@@ -421,6 +421,14 @@ def test_settings_that_would_do_nothing_are_refused(monkeypatch: pytest.MonkeyPa
     left(monkeypatch, shard__ownership="matrix")
     with pytest.raises(ValueError, match=r"shard.ownership \(run.yaml:0\) is for shard\(model\), .* on blocks"):
         yafsdp_cc.fully_shard(blocks())
+    left(monkeypatch, precision__output="bf16")
+    with pytest.raises(ValueError, match=r"precision.output \(run.yaml:0\) is for shard\(model\), .* on the model, or"):
+        yafsdp_cc.fully_shard(blocks()[0])
+    yafsdp_cc.fully_shard(blocks()[0], mp_policy=MixedPrecisionPolicy())
+    assert yafsdp_cc.shard(blocks())(torch.ones(1, 80)).dtype is torch.bfloat16
+    left(monkeypatch, precision__output=None)
+    yafsdp_cc.fully_shard(blocks())
+    left(monkeypatch, shard__ownership="matrix")
     assert yafsdp_cc.plan_of(yafsdp_cc.shard(blocks())).owners
     left(monkeypatch, shard__ownership=["*.weight"])
     assert yafsdp_cc.plan_of(yafsdp_cc.shard(blocks())).owners
