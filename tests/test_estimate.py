@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import re
 import sys
@@ -25,6 +26,7 @@ from tests.cli.command import yafsdp_cc as yafsdp_cc_command
 from tests.ranks import on_ranks, ranks
 from tests.soak import also
 from yafsdp_cc.compression import Compression
+from yafsdp_cc.config import SET
 from yafsdp_cc.plan import Plan
 from yafsdp_cc.tools.cli.estimate import gpus, main, parser
 from yafsdp_cc.tools.demo.model import GPT
@@ -37,6 +39,10 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloa
 
 def small() -> GPT:
     return GPT(width=96, depth=5, heads=3, context=16)
+
+
+def square() -> nn.Module:
+    return nn.Linear(64, 64)
 
 
 def real_plan(settings: dict[str, Any]) -> Plan:
@@ -355,6 +361,31 @@ def test_a_factory_that_makes_no_model(name: str, told: str, tmp_path: Path, mon
         subject_of(f"factories:{name}", 1, 8)
     with pytest.raises(ValueError, match="name a module"):
         subject_of("../../etc:passwd", 1, 8)
+
+
+@pytest.mark.parametrize(
+    ("flags", "variable", "forward", "reduced"),
+    [
+        ((), "", "bfloat16", "bfloat16"),
+        (("--precision=fp32",), "", "float32", "float32"),
+        (("--set=precision.param=fp32",), "", "float32", "float32"),
+        (("--set=precision.param=null",), "", "float32", "float32"),
+        (("--set=precision.reduce=fp32",), "", "bfloat16", "float32"),
+        ((), "precision.param=fp32", "float32", "float32"),
+    ],
+)
+def test_reduces_have_the_dtype_of_weights_unless_told_otherwise(
+    flags: tuple[str, ...],
+    variable: str,
+    forward: str,
+    reduced: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv(SET, variable)
+    monkeypatch.setattr(gc, "disable", lambda: None)
+    main(["tests.test_estimate:square", "--ranks=2", "--device=cpu", *flags])
+    assert f"forward {forward}, gathered {forward}, reduced {reduced}\n" in capsys.readouterr().out
 
 
 PAGE = (Path(__file__).parent.parent / "docs" / "estimate.md").read_text(encoding="utf-8")

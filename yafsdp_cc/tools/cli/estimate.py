@@ -182,10 +182,10 @@ def _check(flags: argparse.ArgumentParser, asked: argparse.Namespace) -> None:
 def _settings(flags: argparse.ArgumentParser, asked: argparse.Namespace) -> Settings:
     """Read the run file, which flags overrule, and complete the numbers of ranks from it."""
     given = {name: getattr(asked, flag) for flag, names in FROM_FLAGS.items() for name in names}
-    if given["precision.param"] is None and asked.config is None and CONFIG not in os.environ:
-        given |= dict.fromkeys(FROM_FLAGS["precision"], "bf16")
     chosen = [*(f"{name}={value}" for name, value in given.items() if value), *asked.set]
     settings = read(asked.config, chosen)
+    if "precision.param" not in settings and asked.config is None and not os.environ.get(CONFIG):
+        settings = read(None, ["precision.param=bf16", *chosen])
     value_of = {name: one.value for name, one in settings.items()}
     machines, each = value_of.get("launch.nnodes", 1), value_of.get("launch.nproc_per_node")
     asked.ranks = asked.ranks or ([machines * each] if isinstance(machines, int) and isinstance(each, int) else [RANKS])
@@ -206,7 +206,8 @@ def _rows(flags: argparse.ArgumentParser, asked: argparse.Namespace, settings: S
     from yafsdp_cc.tools.estimate import probe, subject_of
 
     dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
-    policy = MixedPrecisionPolicy(dtypes[settings["precision.param"].value] if "precision.param" in settings else None)
+    param = settings["precision.param"].value if "precision.param" in settings else None
+    policy = MixedPrecisionPolicy(dtypes.get(param))
     subject = subject_of(asked.model, asked.batch, asked.sequence)
     found = None if subject.loss is None else probe(subject, policy)
     if found is None and (asked.checkpoint or asked.rate):
