@@ -378,6 +378,27 @@ def test_parameters_may_have_codecs_of_their_own_and_small_ones_are_exact() -> N
 
 
 @ranks(2)
+def test_patterns_with_fully_shard_are_of_the_root_s_names() -> None:
+    def of(pattern: str) -> nn.Sequential:
+        model, compression = (
+            nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)),
+            Compression(overrides={pattern: "fp32"}),
+        )
+        for block in (*model, model):
+            yafsdp_cc.fully_shard(block, compression=compression)
+        return model
+
+    model = of("0.weight")
+    model(torch.ones(1, 64))
+    assert gradient_codecs(model) == ["fp32", "int8"]
+    for pattern in ("weight", "head.*"):
+        model = of(pattern)
+        for _ in range(2):
+            with pytest.raises(ValueError, match=r"fits no parameter of this model: .* such as '0.weight', '0.bias'"):
+                model(torch.ones(1, 64))
+
+
+@ranks(2)
 def test_a_part_that_has_run_by_itself_ends_its_warm_up_with_the_model() -> None:
     compression = Compression("int8", warmup_steps=2)
     model: Any = nn.Sequential(*(nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 64)) for _ in range(3)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from typing import TYPE_CHECKING
 
 from yafsdp_cc.compression.all_gather import ENCODED_DTYPES, DeltaAllGather, RoundedAllGather
@@ -68,6 +68,9 @@ class CompressedCollectives(Collectives):
                 "a number of ranks): pass zero_stage=2 or reshard_after_forward=False, by which every rank keeps them, "
                 "or weights='int8', which rounds them"
             )
+
+    def check_overrides(self, names: Collection[str]) -> None:
+        self.config.check_overrides(names)
 
     def join(self, other: Collectives) -> None:
         theirs = other.config if isinstance(other, CompressedCollectives) else None

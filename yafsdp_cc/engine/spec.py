@@ -7,7 +7,7 @@ and an engine from the specs, anew whenever a setting changes that needs other b
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
@@ -60,10 +60,10 @@ class Collectives:
         return None
 
     def check_group(self, name: str, keeps_unsharded: bool) -> None:
-        """Raise a ``ValueError`` if the collectives of the group ``name`` cannot work.
+        """Raise a ``ValueError`` if the group ``name``, with or without a weight buffer of its own, cannot work."""
 
-        ``keeps_unsharded`` tells whether the group keeps unsharded weights in a buffer of their own between forwards.
-        """
+    def check_overrides(self, names: Collection[str]) -> None:
+        """Raise a ``ValueError`` if a setting is of parameters, and none of these full ``names`` is one's."""
 
     def join(self, other: Collectives) -> None:
         """Take over the groups of ``other``, of the same model; raise a ``ValueError`` if their settings differ."""

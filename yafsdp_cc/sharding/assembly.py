@@ -144,6 +144,9 @@ def _check(model: nn.Module, specs: Sequence[ParamGroupSpec]) -> None:
                 f"'{name}' was tied to '{known.name}', which was sharded without it: gather both together, "
                 "fully_shard([one, other])"
             )
+    if state_of(model) is None:
+        compressed = next((spec.collectives for spec in specs if spec.collectives is not EXACT), EXACT)
+        compressed.check_overrides([name for name, _ in model.named_parameters()])
     for spec in specs:
         if spec.flats:
             spec.collectives.check_group(spec.name, spec.settings.keeps_unsharded or spec.role == "root")
