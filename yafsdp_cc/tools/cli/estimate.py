@@ -205,9 +205,9 @@ def _rows(flags: argparse.ArgumentParser, asked: argparse.Namespace, settings: S
 
     from yafsdp_cc.tools.estimate import probe, subject_of
 
-    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64, None: None}
     param = settings["precision.param"].value if "precision.param" in settings else None
-    policy = MixedPrecisionPolicy(dtypes.get(param))
+    policy = MixedPrecisionPolicy(dtypes[param])
     subject = subject_of(asked.model, asked.batch, asked.sequence)
     found = None if subject.loss is None else probe(subject, policy)
     if found is None and (asked.checkpoint or asked.rate):
