@@ -131,3 +131,37 @@ def test_metrics_of_steps_that_a_module_makes_itself(tmp_path: Path) -> None:
     trainer = lightning.Trainer(accelerator="cpu", devices=1, max_epochs=1, callbacks=[log], **quiet)
     trainer.fit(Manual(), DataLoader(torch.ones(6, 4), batch_size=2))
     assert [x for x, _ in read_run(tmp_path / "metrics.jsonl").curve("s_per_step")] == [1, 2, 3]
+
+
+@ranks(1)
+def test_metrics_of_validations_during_training_alone(tmp_path: Path) -> None:
+    import lightning
+
+    from yafsdp_cc.integrations.lightning import metrics_callback
+
+    class Validated(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(4, 4)
+            self.seen: list[float] = []
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.net.parameters(), lr=0.1)
+
+        def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+            return self.net(batch).square().mean()
+
+        def validation_step(self, batch: torch.Tensor, index: int) -> None:
+            loss = self.net(batch).square().mean()
+            self.log("val_loss", loss)
+            self.seen.append(loss.item())
+
+    quiet: dict[str, Any] = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
+    log = metrics_callback(tmp_path, every=1, show=False)
+    trainer = lightning.Trainer(accelerator="cpu", max_epochs=1, val_check_interval=1, callbacks=[log], **quiet)
+    model, data = Validated(), DataLoader(torch.ones(4, 4), batch_size=2)
+    trainer.fit(model, data, DataLoader(torch.ones(2, 4), batch_size=2))
+    trainer.validate(model, DataLoader(torch.ones(2, 4), batch_size=2), verbose=False)
+    assert len(model.seen) == 4  # one before training, one after each step, one after training
+    curve = read_run(tmp_path / "metrics.jsonl").curve("val_loss")
+    assert curve == [(step, pytest.approx(model.seen[step])) for step in (1, 2)]

@@ -34,7 +34,8 @@ def metrics_callback(folder: str | Path, **options: Any) -> Callback:
                 self.metrics.step(outputs.get("loss") if isinstance(outputs, dict) else outputs)
 
         def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-            if not trainer.sanity_checking and trainer.training:
+            # ``trainer.training`` is False during a validation
+            if trainer.state.fn == "fit" and not trainer.sanity_checking:
                 figures = {name: value for name, value in trainer.callback_metrics.items() if value.numel() == 1}
                 self.metrics.record(**figures)
 
