@@ -99,15 +99,26 @@ say(f"{rank} of {os.environ['WORLD_SIZE']} {sys.argv} {beside.NAME} {__name__}")
         assert kept == said[rank]
 
 
-def test_a_module_runs_as_with_python_m(tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["fork", also("spawn")])
+def test_a_module_runs_as_with_python_m(tmp_path: Path, method: str) -> None:
     package = tmp_path / "job"
     package.mkdir()
     (package / "__init__.py").write_text("")
     (package / "other.py").write_text("NAME = 'sibling'")
     train = alone(package, "from .other import NAME\nsay(f'{sys.argv} {NAME}')\n")
-    ran = yafsdp_cc(*SHOWN, "-m", "job.train", "--lr", "3", folder=tmp_path)
+    ran = yafsdp_cc(*SHOWN, f"--start-method={method}", "-m", "job.train", "--lr", "3", folder=tmp_path)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.splitlines() == [f"{[str(train), '--lr', '3']} sibling"] * 2
+
+
+def test_a_link_to_a_script_finds_what_is_beside_the_script(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "real" / "beside.py").write_text("NAME = 'neighbour'")
+    (tmp_path / "real" / "train.py").write_text("import sys, beside; print(sys.path[0], sys.argv, beside.NAME)")
+    (tmp_path / "link.py").symlink_to(Path("real", "train.py"))
+    by_itself = subprocess.run([sys.executable, "link.py"], cwd=tmp_path, capture_output=True, text=True)
+    ran = yafsdp_cc("launch", "link.py", folder=tmp_path)
+    assert (ran.returncode, ran.stdout) == (0, by_itself.stdout), ran.stderr
 
 
 @pytest.mark.parametrize("method", ["spawn", also("fork")])

@@ -136,9 +136,11 @@ def _run_program(argv: list[str]) -> None:
     if argv[0] == "-m":
         argv = argv[1:]
         run = partial(runpy.run_module, argv[0], alter_sys=True)
-    elif not getattr(sys.flags, "safe_path", False):
-        # ``python script.py`` and ``python folder`` set sys.path[0] alike
-        sys.path[0] = argv[0] if os.path.isdir(argv[0]) else os.path.dirname(os.path.abspath(argv[0]))
+        first = os.getcwd()
+    else:
+        first = argv[0] if os.path.isdir(argv[0]) else os.path.dirname(os.path.realpath(argv[0]))
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = first  # as ``python -m module``, ``python script.py`` and ``python folder`` set it
     sys.argv = argv
     try:
         _names.update(run(run_name="__main__"))
