@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -121,12 +122,20 @@ def test_an_evaluation_before_and_after_training_with_a_metrics_callback(tmp_pat
     from yafsdp_cc.integrations.transformers import metrics_callback
 
     as_launched()
-    trainer = _trainer(yafsdp_cc.shard(_llama()), _data(), max_steps=1, logging_steps=1, save_strategy="no")
+    when = {"max_steps": 1, "logging_steps": 1, "save_strategy": "no", "eval_strategy": "steps"}
+    trainer = _trainer(yafsdp_cc.shard(_llama()), _data(), **when)
     trainer.add_callback(metrics_callback(tmp_path))
-    before = trainer.evaluate()["eval_loss"]
+    trainer.eval_dataset = {"web": _data(), "code": _data()[:8]}
+    before = trainer.evaluate()["eval_web_loss"]
     trainer.train()
-    assert trainer.evaluate()["eval_loss"] < before
+    after = trainer.evaluate()
+    assert after["eval_web_loss"] < before
     assert [x for x, _ in read_run(tmp_path / "metrics.jsonl").curve("loss")] == [1]
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    for name in ("eval_web_loss", "eval_code_loss"):
+        assert [(line["event"], line["step"], line[name]) for line in lines if name in line] == [
+            ("eval", 1, after[name])
+        ]
 
 
 @ranks(2)

@@ -99,8 +99,9 @@ def metrics_callback(folder: str | Path, **options: Any) -> TrainerCallback:
                 return
             if "loss" in figures:
                 self.metrics.report(**figures)
-            elif "eval_loss" in figures:
-                self.metrics.record(val_loss=figures.pop("eval_loss"), **figures)
+            elif any(name.startswith("eval_") for name in figures):  # of several sets, eval_NAME_loss
+                known = {"val_loss": figures.pop("eval_loss")} if "eval_loss" in figures else {}
+                self.metrics.record(**known, **figures)
 
         def on_train_end(self, *_: object, **__: object) -> None:
             assert self.metrics is not None
