@@ -7,6 +7,7 @@ import gc
 import json
 import re
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -115,6 +117,55 @@ def test_activations_are_what_torch_tracks_in_all_of_a_checkpointed_model() -> N
             tracked,
             found.activations,
         )
+
+
+class _Part(nn.Module):
+    """A block that returns its output within ``form``."""
+
+    def __init__(self, form: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.up, self.down, self.form = nn.Linear(64, 256), nn.Linear(256, 64), form
+
+    def forward(self, x: Tensor) -> Any:
+        return self.form(x + self.down(self.up(x).relu()))
+
+
+def _peak_of(
+    called: int, frozen: int = 0, more: int = 0, form: Callable[[Tensor], Any] = lambda x: x
+) -> tuple[int, list[float]]:
+    """Return peak bytes of activations, and each block's operations in the backward.
+
+    Args:
+        called: number of blocks that the loss calls, of which the first ``frozen`` are not trained.
+        more: number of blocks that the loss does not call.
+    """
+
+    def build() -> nn.Module:
+        model = nn.Module()
+        model.blocks = nn.ModuleList(_Part(form) for _ in range(called + more))
+        model.blocks[:frozen].requires_grad_(False)
+        return model
+
+    def loss(model: Any) -> Tensor:
+        x = torch.zeros(128, 64)
+        for block in list(model.blocks)[: -more or None]:
+            (x,) = (each for each in tree_leaves(block(x)) if each is not None)
+        return x.square().mean()
+
+    found = probe(Subject(build, loss), MixedPrecisionPolicy())
+    assert len(found.blocks) == called + more
+    return found.activations.peak(), [work.backward for name, work in found.work.items() if name]
+
+
+@ranks(1)
+def test_blocks_that_no_gradient_reaches_hold_nothing_and_outputs_have_any_form() -> None:
+    of_two, of_four = _peak_of(2), _peak_of(4)
+    frozen = _peak_of(4, frozen=2)
+    assert frozen[0] == pytest.approx(of_two[0], rel=0.05)  # the input is an output that is kept, too
+    assert (frozen[1][:2], frozen[1][2:]) == ([0, 0], of_two[1])
+    assert _peak_of(4, more=1)[0] == pytest.approx(of_four[0], rel=0.05)
+    for form in (lambda x: {"hidden": x}, lambda x: (None, x)):
+        assert _peak_of(4, form=form) == of_four
 
 
 @ranks(1)

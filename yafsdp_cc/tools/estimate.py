@@ -10,8 +10,9 @@ import json
 import traceback
 import warnings
 from bisect import bisect_left
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from itertools import groupby
 from pathlib import Path
@@ -24,7 +25,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed._tools.mem_tracker import MemTracker, _ModState
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
+from torch.utils.hooks import RemovableHandle
 
 from yafsdp_cc.api import plan_of, shard
 from yafsdp_cc.plan import Plan
@@ -336,7 +339,8 @@ def _truncate(model: nn.Module, blocks: list[nn.Module]) -> dict[nn.Module, nn.M
     stands_for: dict[nn.Module, nn.Module] = {}
 
     def kind_of(module: nn.Module) -> Any:
-        return (type(module), [p.shape for p in module.parameters()]) if module in blocks else module
+        parameters = [(each.shape, each.requires_grad) for each in module.parameters()]
+        return (type(module), parameters) if module in blocks else module
 
     for module in list(model.modules()):
         if isinstance(module, (nn.ModuleList, nn.Sequential)):
@@ -355,16 +359,21 @@ def _run(
     """Return activations, and the work of each module within ``model`` and of the model itself."""
     tracker = MemTracker()
     tracker.track_external(model)
+    for frozen in (each for each in model.parameters() if not each.requires_grad):
+        # the tracker leaves out parameters that have handles, and would register hooks on these, which torch refuses
+        tracker._param_to_grad_hook_handles[frozen] = (RemovableHandle(OrderedDict()),) * 2
     before = _total(tracker.get_tracker_snapshot())
     flops = FlopCounterMode(display=False)
     outside: list[int] = []
 
     def watch(module: nn.Module, args: Any, output: Any) -> None:
-        first = output if isinstance(output, Tensor) else output[0]
-        first.register_hook(lambda gradient: outside.append(_total(tracker.get_tracker_snapshot("peak"))))
+        for each in tree_leaves(output):
+            if isinstance(each, Tensor) and each.requires_grad:
+                each.register_hook(lambda gradient: outside.append(_total(tracker.get_tracker_snapshot("peak"))))
 
-    handle = blocks[-1].register_forward_hook(watch) if blocks else nullcontext()
-    with flops, tracker, handle, _count_repeated(blocks, flops) as repeated:
+    with flops, tracker, ExitStack() as handles, _count_repeated(blocks, flops) as repeated:
+        for block in blocks:
+            handles.enter_context(block.register_forward_hook(watch))
         loss = loss_of(model)
         if not (isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad):
             raise ValueError("the function of the model returns no loss: return one number that depends on its weights")
@@ -377,7 +386,10 @@ def _run(
     peak = _total(tracker.get_tracker_snapshot("peak")) - before
     found, kept = [], 0
     for block in blocks:
-        stats = tracker.memory_tracking[block]
+        stats = tracker.memory_tracking.get(block, None)
+        if stats is None or _ModState.PEAK_BW not in stats.snapshots:  # not called, or frozen below all that is trained
+            found.append(Block(0, 0, 0))
+            continue
         inside, after = (_total(stats.snapshots[state][-1]) for state in (_ModState.PRE_FW, _ModState.POST_FW))
         highest = _total(stats.snapshots[_ModState.PEAK_BW][-1]) - before
         kept += after - inside
