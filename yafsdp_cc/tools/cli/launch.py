@@ -25,8 +25,7 @@ these. Rank 0 is shown; the output of every rank is in runs/NAME/logs/rank-N.log
 fails, its last lines and its traceback come last. Under srun with one task per machine, machines find each other."""
 
 
-def main(argv: list[str]) -> int:
-    """Run the script on all ranks of this node; return its exit status."""
+def _own_flags() -> argparse.ArgumentParser:
     ours = argparse.ArgumentParser("yafsdp-cc launch", USAGE, ABOUT, add_help=False)
     ours.add_argument("-c", "--config", metavar="FILE", help="settings of the run; yafsdp-cc config writes one")
     setting = "one of its settings, such as shard.zero_stage=2; as often as needed"
@@ -34,16 +33,28 @@ def main(argv: list[str]) -> int:
     ours.add_argument("--name", help="of the run, and so of its folder (that of the script)")
     rate = "of the links between the ranks, 100mbit: each is put in a network namespace of its own"
     ours.add_argument("--bandwidth", metavar="RATE", help=rate)
+    return ours
+
+
+def all_flags() -> argparse.ArgumentParser:
+    """Return the parser of this command's own flags and torchrun's."""
+    from torch.distributed import run as torchrun  # only after ``--help``: importing it takes seconds
+
+    parents = [ours := _own_flags(), torchrun.get_args_parser()]
+    return argparse.ArgumentParser(ours.prog, USAGE, ABOUT, parents=parents, conflict_handler="resolve")
+
+
+def main(argv: list[str]) -> int:
+    """Run the script on all ranks of this node; return its exit status."""
     if argv[:1] in (["-h"], ["--help"]):
-        print(ours.format_help())
+        print(_own_flags().format_help())
         return 0
 
-    from torch.distributed import run as torchrun  # only after ``--help``: importing it takes seconds
+    from torch.distributed import run as torchrun
 
     from yafsdp_cc.tools.cli import elastic, forks
 
-    parents = [ours, torchrun.get_args_parser()]
-    parser = argparse.ArgumentParser(ours.prog, USAGE, ABOUT, parents=parents, conflict_handler="resolve")
+    parser = all_flags()
     if "PET_MASTER_PORT" not in os.environ:
         parser.set_defaults(master_port=None)  # torch before 2.13 has 29500, as if the user had asked for this port
     options = _by_precedence(parser, argv, _settings(parser, parser.parse_args(argv)))

@@ -74,9 +74,9 @@ def _traces(folder: Path) -> list[Path]:
 
 def nsys_arguments(argv: list[str], folder: Path, trace: str) -> list[str]:
     """Return arguments of ``launch`` that run each rank under ``nsys``, which writes a report of each to ``folder``."""
-    from torch.distributed import run as torchrun
+    from yafsdp_cc.tools.cli.launch import all_flags
 
-    options = torchrun.get_args_parser().parse_args(argv)
+    options = all_flags().parse_args(argv)
     script = [options.training_script, *options.training_script_args]
     flags = [each for each in argv[: len(argv) - len(script)] if each not in ("-m", "--module")]
     nsys = ["nsys", "profile", f"--output={folder}/rank%q{{RANK}}", "--force-overwrite=true", f"--trace={trace}"]
