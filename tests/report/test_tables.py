@@ -218,10 +218,12 @@ def test_the_command_of_nsys(
     monkeypatch.setenv("PATH", str(tmp_path))
     (tmp_path / "train.py").touch()
     flags = ["--tool=nsys", "--steps=10:12", f"--output={tmp_path}/out", "--trace", "cuda,nvtx,osrt"]
-    assert cli.main(["profile", *flags, "--nproc-per-node=8", "-m", "train", "--steps", "9"]) == 1
+    ours = ["--config", "run.yaml", "--set=shard.zero_stage=2", "--name=a"]
+    assert cli.main(["profile", *flags, *ours, "--nproc-per-node=8", "-m", "train", "--steps", "9"]) == 1
     printed = capsys.readouterr()
     assert printed.out == (
-        f"env YAFSDP_CC_PROFILE=nsys:10:12:{tmp_path}/out yafsdp-cc launch --nproc-per-node=8 --no-python nsys profile "
+        f"env YAFSDP_CC_PROFILE=nsys:10:12:{tmp_path}/out yafsdp-cc launch {' '.join(ours)} --nproc-per-node=8 "
+        "--no-python nsys profile "
         f"'--output={tmp_path}/out/rank%q{{RANK}}' --force-overwrite=true --trace=cuda,nvtx,osrt --sample=none "
         "--cpuctxsw=none --capture-range=cudaProfilerApi --capture-range-end=stop "
         f"{sys.executable} -m yafsdp_cc.tools.cli.runner -m train --steps 9\n"
