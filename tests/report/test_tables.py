@@ -173,6 +173,17 @@ def test_what_is_no_run_is_told_by_name(tmp_path: Path, capsys: pytest.CaptureFi
         assert message in capsys.readouterr().err
 
 
+def test_other_files_in_a_run_s_folder_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_run(tmp_path / "run")
+    (folder / "trainer_state.json").write_text('{"epoch": 1}')
+    write_kineto(folder / "trace.json")
+    assert cli.main(["report", str(folder)]) == 0
+    printed = capsys.readouterr()
+    assert f"\n{folder}/trace.json, " in printed.out
+    assert printed.err.startswith(f"yafsdp-cc report: left out: {folder}/trainer_state.json")
+    assert cli.main(["report", str(folder), str(folder / "trainer_state.json")]) == 1
+
+
 # yafsdp-cc profile, whose commands tests/test_docs.py runs -----------------------------------------------------------
 
 

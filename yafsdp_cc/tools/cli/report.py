@@ -11,7 +11,7 @@ from pathlib import Path
 from yafsdp_cc.table import table
 from yafsdp_cc.tools.report import tables
 from yafsdp_cc.tools.report.overlap import measure
-from yafsdp_cc.tools.report.trace import UnreadableError, read
+from yafsdp_cc.tools.report.trace import Trace, UnreadableError, read
 
 ABOUT = """\
 A run is a folder with the metrics.jsonl that yafsdp_cc.Metrics writes, or that file; several are compared.
@@ -29,7 +29,9 @@ def main(argv: list[str]) -> int:
     try:
         files = list({file.resolve(): file for path in asked.paths for file in _files(path)}.values())
         runs = [tables.read_run(file) for file in files if file.suffix == ".jsonl"]
-        traces = [measure(read(_exported(file))) for file in files if file.suffix != ".jsonl"]
+        traces = [
+            measure(trace) for file in files if file.suffix != ".jsonl" and (trace := _trace_in(file, asked.paths))
+        ]
     except (UnreadableError, OSError) as error:
         print(f"yafsdp-cc report: {error}", file=sys.stderr)
         return 1
@@ -65,6 +67,17 @@ def _files(path: Path) -> list[Path]:
         hint = f"; name one of those in it: {runs}" if runs else ""
         raise UnreadableError(f"{path}: no metrics.jsonl and no trace in this folder{hint}")
     return found
+
+
+def _trace_in(path: Path, named: list[Path]) -> Trace | None:
+    """Return a trace; None for a JSON file of another kind that a run's folder has, and that the user has not named."""
+    try:
+        return read(_exported(path))
+    except UnreadableError as error:
+        if path in named or path.suffix != ".json" or not (path.parent / "metrics.jsonl").exists():
+            raise
+        print(f"yafsdp-cc report: left out: {error}", file=sys.stderr)
+        return None
 
 
 def _exported(path: Path) -> Path:
