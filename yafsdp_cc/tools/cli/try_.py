@@ -231,7 +231,7 @@ class _Trials:
             return reason
         if status or not ranks:
             printed = (folder / "launch.log").read_text(encoding="utf-8", errors="replace")
-            return [f"exit status {status}", *printed.split("\n")][-2].strip()
+            return [f"exit status {status}", *(line.strip() for line in printed.split("\n") if line.strip())][-1]
         first = ranks[0]
         if first["ranks"] == 1:
             self._hopeless = "one rank sends nothing: start several, --nproc-per-node=2"
