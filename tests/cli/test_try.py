@@ -106,6 +106,7 @@ def test_a_script_that_cannot_be_tried_is_told_why(tmp_path: Path, case: str) ->
         (("--settings=int9", "train.py"), "no setting 'int9': there are fsdp2, exact, bf16, int8, OneBitAdam"),
         (("--minutes=0", "train.py"), "--minutes must be more than 0"),
         (("--nproc-per-node=2", "--steps=4", "train.py"), "--steps=4 comes first, before torchrun's flags"),
+        (("--nproc-per-node=2", "missing.py", "--steps=4"), "no such script: missing.py"),
         ((), "name a script to run"),
         (("--output=/proc/x", "train.py"), "--output /proc/x: this folder cannot be made, No such file or directory"),
     ],

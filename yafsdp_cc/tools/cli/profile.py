@@ -96,9 +96,11 @@ def own_flags(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[argpars
     asked, rest = parser.parse_args(argv[:place]), argv[place:]
     if not rest:
         parser.error("name a script to run")
-    before_script = takewhile(lambda each: each not in ("-m", "--module") and not Path(each).is_file(), rest)
-    if late := [each for each in before_script if each.partition("=")[0] in flags]:
-        parser.error(f"{late[0]} comes first, before torchrun's flags")
+    before_script = list(takewhile(lambda each: each not in ("-m", "--module") and not Path(each).is_file(), rest))
+    late = next((place for place, each in enumerate(before_script) if each.partition("=")[0] in flags), None)
+    if late is not None:
+        missing = next((each for each in before_script[:late] if each.endswith(".py")), "")
+        parser.error(f"no such script: {missing}" if missing else f"{rest[late]} comes first, before torchrun's flags")
     return asked, rest
 
 
