@@ -314,6 +314,8 @@ def test_forms_print_what_they_name(
     assert re.search(r"^shard.zero_stage +2 +run.yaml:1$", shown.stdout, re.MULTILINE), shown.stderr
     assert re.search(r'^compression.gradients +"int8" +--set$', shown.stdout, re.MULTILINE)
     assert re.search(r"^launch.nnodes +1 +default$", shown.stdout, re.MULTILINE)
+    assert cli.main(["config", "show", "--set=compression={gradients: onebit, feedback: false}"]) == 1
+    assert "compression (--set): gradients='onebit' with feedback=False" in capsys.readouterr().err
     monkeypatch.setenv("PET_NODE_RANK", "1")
     assert cli.main(["config", "show", "--set=launch.nnodes=2"]) == 0
     assert re.search(r'^launch.node_rank +"1" +PET_NODE_RANK$', capsys.readouterr().out, re.MULTILINE)

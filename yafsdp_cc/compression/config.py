@@ -13,7 +13,7 @@ from pydantic import ConfigDict, ValidationError, ValidationInfo, field_validato
 from pydantic.dataclasses import dataclass
 
 from yafsdp_cc.compression.codec import AUTO, LOW_RANK, Codec, Scaled, codec_of, kind_of
-from yafsdp_cc.config import CompressionFields, run_settings
+from yafsdp_cc.config import CompressionFields, Settings, run_settings
 
 EF21 = "ef21"
 """A form of error feedback (EF21): a message holds the difference to what messages held before (``error_feedback``)."""
@@ -213,9 +213,10 @@ def check_name(name: str, argument: str) -> None:
             raise ValueError(f"{argument}: {error}") from None
 
 
-def compression_of_run() -> Compression | None:
-    """Return the compression of the run's settings (``run_settings``), for scripts that pass none; None if unset."""
-    mine = {name: one for name, one in run_settings().items() if name.startswith("compression.")}
+def compression_of_run(settings: Settings | None = None) -> Compression | None:
+    """Return the compression of ``settings``, those of the run (``run_settings``) if None; None if unset."""
+    settings = run_settings() if settings is None else settings
+    mine = {name: one for name, one in settings.items() if name.startswith("compression.")}
     try:
         return Compression(**{name.partition(".")[2]: one.value for name, one in mine.items()}) if mine else None
     except ValueError as error:

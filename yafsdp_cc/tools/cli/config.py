@@ -8,7 +8,7 @@ import os
 import sys
 from pathlib import Path
 
-from yafsdp_cc.config import RunFileError, Setting, Settings, known, read, schema, to_environment, to_yaml
+from yafsdp_cc.config import Setting, Settings, known, read, schema, to_environment, to_yaml
 from yafsdp_cc.table import table
 
 
@@ -20,6 +20,11 @@ def main(argv: list[str]) -> int:
             print(json.dumps(schema(), indent=2))
         elif asked.form == "show":
             settings = _with_torchrun(read(asked.file, asked.set))
+            if any(name.startswith("compression.") and name != "compression.gradients" for name in settings):
+                # settings of a compression may exclude each other, which torch is imported to tell
+                from yafsdp_cc.compression.config import compression_of_run
+
+                compression_of_run(settings)
             print(to_environment(settings) if asked.json else _table(settings))
         elif asked.default:
             print(to_yaml({}), end="")
@@ -33,7 +38,7 @@ def main(argv: list[str]) -> int:
     except FileExistsError:
         print(f"{asked.out} is there already: name another, --out=FILE, or remove it", file=sys.stderr)
         return 1
-    except (RunFileError, OSError) as error:
+    except (ValueError, OSError) as error:
         print(error, file=sys.stderr)
         return 1
     return 0
