@@ -15,7 +15,6 @@ import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import field
 from functools import lru_cache
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 import yaml
@@ -285,8 +284,10 @@ def read(file: str | os.PathLike[str] | None, assignments: Iterable[str] = ()) -
         RunFileError: a setting is wrong; the message has a line for every mistake in any source.
     """
     reader = _Reader()
-    if file is not None or CONFIG in os.environ:
-        reader.read_file(os.fspath(file or os.environ[CONFIG]))
+    if file is None:
+        file = os.environ.get(CONFIG) or None  # an empty variable is unset
+    if file is not None:
+        reader.read_file(os.fspath(file))
     try:
         reader.read_assignments(SET, shlex.split(os.environ.get(SET, "")))
     except ValueError as error:
@@ -358,7 +359,7 @@ class _Reader:
 
     def read_file(self, path: str) -> None:
         try:
-            with Path(path).open("rb") as file:
+            with open(path, "rb") as file:  # not Path, for which an empty name is the working folder
                 data = file.read(_MOST_BYTES + 1)
             if len(data) > _MOST_BYTES:
                 self._refuse(path, f"is longer than the {_MOST_BYTES:,} bytes of a run file")
@@ -377,7 +378,7 @@ class _Reader:
                 else:
                     self.add(section, loader.construct_object(node, deep=True), source)
         except OSError as error:
-            self._refuse(path, f"{error.strerror}; yafsdp-cc config writes a run file")
+            self._refuse(path or "''", f"{error.strerror}; yafsdp-cc config writes a run file")
         except UnicodeDecodeError:
             self._refuse(path, "is not UTF-8 text")
         except yaml.MarkedYAMLError as error:

@@ -228,6 +228,15 @@ def test_quotes_that_do_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
         config.read(None)
 
 
+def test_an_empty_variable_is_unset_and_an_empty_name_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    for value in (None, ""):
+        if value is not None:
+            monkeypatch.setenv(config.CONFIG, value)
+        assert config.read(None) == {}
+        with pytest.raises(config.RunFileError, match=r"^'': No such file or directory; yafsdp-cc config writes"):
+            config.read("")
+
+
 def test_the_nearer_place_wins_setting_by_setting(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("run.yaml").write_text("shard: {zero_stage: 1, replicate: 2}\ncompression:\n  gradients: int4\n  block: 64\n")
     monkeypatch.setenv(config.CONFIG, "run.yaml")
