@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -155,6 +156,14 @@ def test_a_run_that_goes_on(tmp_path: Path) -> None:
     seconds = [each.seconds for each in run.records if each.loss is not None]
     assert seconds == sorted(seconds)
     assert run.records[-1].event == "end"
+
+
+def test_counts_that_are_no_plain_numbers(tmp_path: Path) -> None:
+    with Metrics(nn.Linear(2, 2), tmp_path, first_step=np.int64(3), every=1, show=False) as log:  # type: ignore[arg-type]  # a user's
+        log.step(1.0, tokens=torch.ones(16, dtype=torch.bool).sum())  # type: ignore[arg-type]  # a user's
+    run = read_run(tmp_path / "metrics.jsonl")
+    assert (run.start.first_step, run.curve("loss")) == (3, [(4, 1.0)])
+    assert run.usual("tokens_per_s")
 
 
 @ranks(2)

@@ -70,7 +70,8 @@ class Metrics:
         self._ranks = dist.get_world_size() if dist.is_initialized() else 1
         self.path = Path(folder) / FILE
         self.is_first = self._ranks == 1 or dist.get_rank() == 0
-        self.steps_made, self._first, self._total, self._every = first_step, first_step, total_steps, every
+        self.steps_made = self._first = first_step = int(first_step)  # a number of NumPy's would not be one in JSON
+        self._total, self._every = total_steps, every
         self._outputs: list[Callable[[dict[str, Any]], object]] = []
         self._opened = ExitStack()
         self._began = self._since = self._stepped = time.perf_counter()
@@ -102,7 +103,7 @@ class Metrics:
         """
         self.steps_made += 1
         self._pending += 1
-        self._tokens += tokens
+        self._tokens += int(tokens)  # perhaps a tensor of one element
         at_edge = self.steps_made in (self._first + 1, self._total)
         if values or (self._every and (at_edge or self.steps_made % self._every == 0)):
             self.report(**({} if loss is None else {"loss": loss}), **values)
