@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import yafsdp_cc.tools.cli as cli
@@ -118,3 +119,11 @@ def test_files_are_held_out_by_name(tmp_path: Path) -> None:
     )
     assert 0 < len(held_out) < len(train) / 4
     assert data.read(tmp_path).held_out.equal(text.held_out)
+
+
+def test_windows_end_within_a_text_whose_length_fp32_rounds_up() -> None:
+    text = torch.zeros(2**24 + 3 + 129, dtype=torch.uint8)
+    text[-1] = 1
+    seen = [data.spread_windows(text, 32, 128, rank, 2) for rank in range(2)]
+    assert seen[0].shape == seen[1].shape == (32, 129)
+    assert (int(seen[0].sum()), int(seen[1][-1, -1])) == (0, 1)

@@ -53,7 +53,8 @@ def windows(data: Tensor, starts: Tensor, length: int) -> Tensor:
 
 def spread_windows(data: Tensor, count: int, length: int, rank: int, ranks: int) -> Tensor:
     """Return this rank's ``count`` windows; the windows of all ranks are spread evenly over ``data``."""
-    starts = torch.linspace(0, len(data) - length - 1, count * ranks, dtype=torch.float32, device="cpu").long()
+    last, others = len(data) - length - 1, max(1, count * ranks - 1)
+    starts = torch.arange(count * ranks, device="cpu") * last // others  # in integers, as fp32 rounds large ones up
     return windows(data, starts[rank::ranks], length)
 
 
