@@ -447,6 +447,7 @@ def test_the_commands_of_the_page_are_understood() -> None:
     assert len(commands) > 3
     for command in commands:
         parser().parse_args(command)
+    assert parser().parse_args(["demo", "--latency=0us"]).latency == 0
 
 
 @ranks(1)

@@ -372,10 +372,11 @@ def _checkpoint(text: str) -> str | int:
 
 
 def _quantity(units: Mapping[str, float]) -> Callable[[str], float]:
-    """Return a parser of positive numbers that end in one of ``units``."""
+    """Return a parser of numbers that end in one of ``units``, positive ones or 0 seconds."""
 
     def read(text: str) -> float:
-        if value := quantity(text, units):
+        value = quantity(text, units)
+        if value or (units is SECONDS and text in {f"0{unit}" for unit in units}):
             return value
         raise argparse.ArgumentTypeError(f"{text!r}: write a number and a unit of {', '.join(units)}")
 
