@@ -7,6 +7,7 @@ import gc
 import json
 import re
 import sys
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -166,6 +167,24 @@ def test_blocks_that_no_gradient_reaches_hold_nothing_and_outputs_have_any_form(
     assert _peak_of(4, more=1)[0] == pytest.approx(of_four[0], rel=0.05)
     for form in (lambda x: {"hidden": x}, lambda x: (None, x)):
         assert _peak_of(4, form=form) == of_four
+
+
+@ranks(1)
+def test_modules_keep_their_names_in_a_container() -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            twice = nn.ReLU()
+            kinds = {"first": nn.Linear(64, 64), "act": twice, "last": nn.Linear(64, 64), "end": twice}
+            self.features = nn.Sequential(OrderedDict(kinds))
+            self.blocks = nn.Sequential(OrderedDict((f"block{i}", _Part(lambda x: x)) for i in range(5)))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.blocks(self.features.end(self.features.last(self.features(x))))
+            return x + self.blocks.block4.down.bias
+
+    found = probe(Subject(Named, lambda model: model(torch.zeros(4, 64)).square().mean()), MixedPrecisionPolicy())
+    assert found.blocks == tuple(f"blocks.block{i}" for i in range(5))
 
 
 @ranks(1)

@@ -344,12 +344,14 @@ def _truncate(model: nn.Module, blocks: list[nn.Module]) -> dict[nn.Module, nn.M
 
     for module in list(model.modules()):
         if isinstance(module, (nn.ModuleList, nn.Sequential)):
-            kept: list[nn.Module] = []
-            for _, run in groupby(module, key=kind_of):
+            kept: list[tuple[str, nn.Module]] = []
+            for _, run in groupby(zip(module._modules, module, strict=True), key=lambda item: kind_of(item[1])):
                 first, *others = run
-                stands_for |= dict.fromkeys(others[:-1], first)
+                stands_for |= dict.fromkeys((each for _, each in others[:-1]), first[1])
                 kept += [first, *others[-1:]]
-            module._modules = {str(index): each for index, each in enumerate(kept)}
+            if len(kept) < len(module):  # a list finds its last module, [-1], by the number of them
+                is_list = isinstance(module, nn.ModuleList)
+                module._modules = {str(i) if is_list else name: each for i, (name, each) in enumerate(kept)}
     return stands_for
 
 
