@@ -162,16 +162,15 @@ def test_weights_may_be_changed_between_steps() -> None:
 
 
 @ranks(2)
-def test_weights_are_not_changed_while_older_ones_are_on_their_way() -> None:
-    """As by a program that goes back to weights from before a step with NaN, which would come back."""
+def test_a_change_of_weights_while_older_ones_are_on_their_way_is_told() -> None:
+    """As by a program that goes back to weights from before a step with NaN, which come back."""
     model = sharded(2, 1, Gossip(overlap=1))
     good = {name: each.clone() for name, each in model.state_dict().items()}
     optimizer = SGD(model.parameters(), lr=float("nan"))
     train(model, optimizer, range(1))
     model.load_state_dict(good)
-    for act in (lambda: train(model, optimizer, range(1, 2)), lambda: yafsdp_cc.synchronize_replicas(model)):
-        with pytest.raises(RuntimeError, match=r"'enter.weight'.* message with older weights .*synchronize_replicas"):
-            act()
+    with pytest.warns(UserWarning, match=r"'enter.weight'.* message with older weights .*synchronize_replicas"):
+        yafsdp_cc.synchronize_replicas(model)
 
 
 @ranks(4)

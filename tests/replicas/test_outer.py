@@ -319,7 +319,7 @@ def _train_and_meet(model: Any, optimizer: torch.optim.Optimizer, steps: int) ->
 
 
 @ranks(2)
-def test_weights_written_amid_a_round_are_not_replaced_at_its_end() -> None:
+def test_weights_written_amid_a_round_are_told() -> None:
     """As by weights of an EMA before save(), which would have the outer weights instead."""
     model = sharded(2, 1, Outer(every=3))
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
@@ -328,10 +328,8 @@ def test_weights_written_amid_a_round_are_not_replaced_at_its_end() -> None:
     written = weight.detach().clone()
     with torch.no_grad():
         weight.copy_(written)
-    with pytest.raises(RuntimeError, match=r"was changed after a step amid a round.*synchronize_replicas\(model\)"):
+    with pytest.warns(UserWarning, match=r"was changed after a step amid a round.*synchronize_replicas\(model\)"):
         yafsdp_cc.synchronize_replicas(model)
-    train(model, optimizer, range(2, 3))  # a change before a step is a part of this replica's own way
-    yafsdp_cc.synchronize_replicas(model)
     with torch.no_grad():
         weight.fill_(3.0)
     yafsdp_cc.synchronize_replicas(model)

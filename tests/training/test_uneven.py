@@ -113,12 +113,13 @@ def test_refused() -> None:
 
 @ranks(2)
 def test_a_loop_may_pop_entries_of_its_batches() -> None:
-    model, own = yafsdp_cc.shard(seeded(Mlp)), [{"x": inputs()[0], "labels": 1}]
+    model, own = yafsdp_cc.shard(seeded(Mlp)), [{"x": inputs()[0], "labels": 1} for _ in range(1 + dist.get_rank())]
     with yafsdp_cc.uneven(model) as batches:
-        for batch in batches(own * (1 + dist.get_rank())):
+        for batch in batches(own):
             assert batch.pop("labels") == 1
+            batch["seen"] = True
             square(model, batch["x"]).backward()
-    assert own[0]["labels"] == 1
+    assert [each.keys() for each in own] == [{"x", "seen"}] * len(own)  # the loop had the batches themselves
 
 
 class Twice(Mlp):

@@ -62,11 +62,10 @@ class UnevenBatches:
                 if is_first and count < self._mesh.size():
                     offered = all_gather_objects((batch,) if has_data else None, all_groups(self._mesh))
                     last = next(each[0] for each in offered if each)
-                last = batch if has_data else last
+                last = _copied(batch) if has_data else last
                 is_first = False
                 self.weight = self._mesh.size() / count if has_data else 0.0
-                # the loop may pop entries of what it gets, and gets the last batch again
-                yield copy(last) if isinstance(last, (list, MutableMapping)) else last  # type: ignore[misc]
+                yield batch if has_data else _copied(last)
         finally:
             self.weight = 1.0
 
@@ -103,6 +102,13 @@ class UnevenBatches:
 
 
 _END: Any = object()
+
+
+def _copied(batch: Any) -> Any:
+    """Return a list or dict with the entries of ``batch``, of which a loop may pop some; other batches themselves."""
+    with suppress(TypeError):  # some mappings refuse to be copied, those of open files for example
+        return copy(batch) if isinstance(batch, (list, MutableMapping)) else batch
+    return batch
 
 
 @contextmanager

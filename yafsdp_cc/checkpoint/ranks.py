@@ -20,6 +20,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.tensor import DTensor
 
+from yafsdp_cc.checkpoint.files import version
 from yafsdp_cc.fsdp2.module import ShardedModule, ranks_of_model, require_state, sharded_parts
 from yafsdp_cc.ranks.checks import all_gather_objects, check_settings, named_ranks
 from yafsdp_cc.ranks.groups import group_once, new_group, timeout_of
@@ -120,23 +121,27 @@ def check_is_one_value(call: str, model: nn.Module, group: Group) -> None:
                 )
 
 
-def check_is_apart(call: str, path: Path, group: Group) -> None:
-    """Raise a ``ValueError`` on every rank if none of them is among those that last saved at ``path`` in this run.
+def check_is_apart(path: Path, group: Group) -> None:
+    """Raise a ``ValueError`` if ranks of this run, none of them in ``group``, have saved what is at ``path`` now.
 
-    Stages of a pipeline would replace each other's checkpoint. A collective of ``group``.
+    Stages of a pipeline would replace each other's checkpoint. For the first rank of a group.
     """
     if not group or group[0].size() == dist.get_world_size():
         return
-    with together(group):
-        if group[0].rank() == 0:
-            own, store, key = dist.get_process_group_ranks(group[0]), _get_default_store(), f"yafsdp_cc/saved/{path}"
-            others = json.loads(store.compare_set(key, "", json.dumps(own)))
-            if set(own).isdisjoint(others):
-                raise ValueError(
-                    f"{call}: {named_ranks(others)} of this run have saved their model at {path}, and this checkpoint "
-                    "would take its place. Save each stage of a pipeline at a path of its own, f'{path}/{stage}'"
-                )
-            store.set(key, json.dumps(own))
+    store, key, own = _get_default_store(), f"yafsdp_cc/saved/{path}", dist.get_process_group_ranks(group[0])
+    others, saved = json.loads(store.get(key)) if store.check([key]) else (own, ())
+    if set(own).isdisjoint(others) and tuple(saved) == version(path):
+        raise ValueError(
+            f"what is at {path} was saved by {named_ranks(others)} of this run, and this checkpoint would take its "
+            "place. Save each model at a path of its own, a stage of a pipeline at f'{path}/{stage}'"
+        )
+
+
+def record_save(path: Path, group: Group) -> None:
+    """Let ``check_is_apart`` know whose checkpoint is at ``path`` now. For the first rank of ``group``."""
+    if group:
+        value = json.dumps((dist.get_process_group_ranks(group[0]), version(path)))
+        _get_default_store().set(f"yafsdp_cc/saved/{path}", value)
 
 
 def part_of(parameter: Tensor) -> tuple[int, ...] | None:

@@ -30,6 +30,7 @@ from yafsdp_cc.checkpoint.ranks import (
     check_is_one_value,
     meet,
     place_in,
+    record_save,
     together,
 )
 from yafsdp_cc.checkpoint.state import MODEL, OPTIMIZER, as_sequence, check_plain, host_copy, state_of, unwrapped
@@ -90,7 +91,8 @@ def save(
     Raises:
         TypeError: something cannot be loaded again without running code from the file; the message names it.
         ValueError: ranks were given different paths or have state of different names, there is something else than a
-            checkpoint at ``path``, or the optimizer is of another model, or keeps a rank's part as a plain tensor.
+            checkpoint at ``path``, or that of another stage of a pipeline, or the optimizer is of another model, or
+            keeps a rank's part as a plain tensor.
         RuntimeError: a rank could not write, because the disk is full, for example, or did not come before the timeout
             of the process group; all ranks raise, and what was at ``path`` before is untouched.
     """
@@ -102,7 +104,6 @@ def save(
     settings = {"path": str(Path(path).absolute()), "asynchronous": asynchronous, "optimizers": len(optimizers)}
     ranks = meet("save()", model, settings)
     check_is_one_value("save()", model, ranks.front)
-    check_is_apart("save()", target, ranks.front)
     synchronize_replicas(model)
     # these collectives come before anything that can fail on one rank alone
     compressed = {**compression.sharded_state(model), **replicas.sharded_state(model)}
@@ -162,7 +163,9 @@ def _write(path: Path, state: dict[str, Any], content: bytes, group: Group) -> N
         with together(group):
             if replacement is not None:
                 files.write(folder / files.METADATA, writer.table)
+                check_is_apart(path, group)
                 replacement.commit()
+                record_save(path, group)
 
 
 def _check_alike(state: dict[str, Any], group: Group) -> None:

@@ -116,8 +116,7 @@ def map_tensors(tree: Any, change: Callable[[Tensor], Tensor], within: tuple[Any
         return kind(changed)
     node = pytree.SUPPORTED_NODES.get(cast("Any", namedtuple) if pytree.is_namedtuple(tree) else kind)
     if node is not None:
-        # ``tree_flatten`` with ``is_leaf`` recurses through a reference cycle, which would keep the tree alive until
-        # garbage is collected.
+        # ``tree_flatten`` with ``is_leaf`` recurses through a reference cycle, which would keep the tree alive.
         leaves, spec = node.flatten_fn(tree)
         changed = [map_tensors(leaf, change, within) for leaf in leaves]
         if kind is PackedSequence:

@@ -68,8 +68,7 @@ class Buffer:
 
     def __del__(self) -> None:
         # The allocator reuses the memory on the stream that allocated it. That stream must first wait for uses on other
-        # streams, and for a prefetch that nobody waited for, which may still write here and read shards freed with the
-        # model.
+        # streams, and for a prefetch that nobody waited for, which may still write here and read freed shards.
         if self._home is not None and not sys.is_finalizing():
             self.handle.wait(self._home)
             if self.last_use is not None:

@@ -190,7 +190,7 @@ class Divisor:
 
 
 class ShardedGrad:
-    """The flat buffer that the ``.grad`` of its parameters are views of.
+    """The flat buffer that the ``.grad`` of its parameters are views of; see ``add`` for those that a program keeps.
 
     Args:
         buffer: [chunk], in the parameters' ``grad_dtype``.
@@ -199,15 +199,16 @@ class ShardedGrad:
 
     def __init__(self, buffer: Tensor, params: Sequence[FSDPParam]) -> None:
         self.params = params
-        self._use(buffer, params)
+        self._use(buffer)
 
-    def _use(self, buffer: Tensor, params: Sequence[FSDPParam]) -> None:
-        """Let the gradients of ``params`` be views of ``buffer``; those of others remain in an earlier buffer."""
-        self.buffer, self._has_all = buffer, len(params) == len(self.params)
-        for param in params:
-            param.local_grad = param.local_range(buffer)
-            param.grad = param.wrap(param.local_grad, param.spec)
+    def _use(self, buffer: Tensor) -> None:
+        self.buffer, self._has_all = buffer, True
+        for param in self.params:
+            self._hold(param, param.local_range(buffer))
         self._viewers = _viewers(buffer)
+
+    def _hold(self, param: FSDPParam, local: Tensor) -> None:
+        param.local_grad, param.grad = local, param.wrap(local, param.spec)
 
     def _is_kept(self, params: Sequence[FSDPParam]) -> bool:
         """Return whether anybody else refers to a gradient of ``params``, its ``to_local()`` or a view of it."""
@@ -219,8 +220,7 @@ class ShardedGrad:
     def add(self, parts: Iterable[tuple[int, Tensor]], divisor: Divisor, used: Sequence[bool]) -> None:
         """Divide a sum over ranks and add it to the gradients, or overwrite them with it where ``.grad`` is None.
 
-        A parameter that this rank has not ``used`` keeps ``.grad`` None for now: another rank may have used it
-        (``replicated.hand_out_grads``).
+        A parameter that this rank has not ``used`` keeps ``.grad`` None until ``hand_out_grads``: another may have.
 
         Args:
             parts: the offset of each part of the sum, and the part; together as long as the buffer; overwritten.
@@ -233,7 +233,11 @@ class ShardedGrad:
         is_other = fresh and any(each.parameter.grad_dtype not in (None, dtype) for each in self.params)
         if cleared and (is_other or not self._has_all or self._is_kept(cleared)):
             # somebody still refers to gradients of an earlier step, which must not change
-            self._use(self._new_buffer(grad_dtype_of(self.params) if fresh else dtype), cleared)
+            if fresh:
+                self._use(self._new_buffer(self.buffer.numel(), grad_dtype_of(self.params)))
+            for param in () if fresh else cleared:  # gradients of other parameters stay in the buffer
+                self._has_all = False
+                self._hold(param, self._new_buffer(param.local_grad.numel(), dtype).view_as(param.local_grad))
         before = {param: grad for param, grad in before.items() if not param.is_left_out}
         ours = self._has_all and before.keys() == {*self.params} and all(p.grad is grad for p, grad in before.items())
         for start, part in parts:
@@ -260,8 +264,8 @@ class ShardedGrad:
             target = target.view(-1).narrow(0, first - param.span[0], last - first)
             (self._set if grad is None else self._add)(target, part.narrow(0, first - start, last - first), divisor)
 
-    def _new_buffer(self, dtype: torch.dtype) -> Tensor:
-        return torch.zeros_like(self.buffer, dtype=dtype)
+    def _new_buffer(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(numel, dtype=dtype, device=self.buffer.device)
 
     def _set(self, grad: Tensor, total: Tensor, divisor: Divisor) -> None:
         if grad.dtype == total.dtype or divisor.casts:

@@ -800,8 +800,7 @@ class GroupCall:
         """Whether the backward of this call gathers the group's weights."""
         self._fills = unsharded.buffer.fills
         self._versions = unsharded.buffer.versions
-        # Activation checkpointing saves tensors by hooks: the backward then reads recomputed tensors, not those of this
-        # forward.
+        # Activation checkpointing saves tensors by hooks: the backward then reads recomputed tensors.
         self._is_packed = _saved_tensor_hooks(False) is not None
         iteration.calls.append(self)
 

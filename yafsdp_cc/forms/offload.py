@@ -128,8 +128,8 @@ class HostShardedGrad(ShardedGrad):
         self._host = host
         super().__init__(buffer, params)
 
-    def _new_buffer(self, dtype: torch.dtype) -> Tensor:
-        return self._host.zeros(self.buffer.numel(), dtype)
+    def _new_buffer(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return self._host.zeros(numel, dtype)
 
     def _set(self, grad: Tensor, total: Tensor, divisor: Divisor) -> None:
         transfer = self._host.transfers.grads

@@ -128,7 +128,9 @@ class MatrixOptimizer(Optimizer):
         for each in given:
             kinds[bool(self._spec_of(each).owners)].append(each)
         taken = {"params", *(self.defaults if kinds[True] else ())}
-        if lost := {name: group[name] for name in (*self.defaults, *_ADAMW) if name in group.keys() - taken}:
+        named = [name for name in (*self.defaults, *_ADAMW) if name in group.keys() - taken]
+        lost = {name: group[name] for name in named if adamw.get(name) != group[name]}
+        if given and lost:
             raise ValueError(
                 f"the parameter group of '{self._spec_of(given[0]).name}' has {', '.join(lost)}, which no matrix in it "
                 f'takes: for its other parameters, write "adamw": {lost} into the group'

@@ -165,7 +165,8 @@ class Gossip(ReplicaSync):
         """Make the biased weights anew where weights were changed since the last step, as by a loaded state dict."""
         if self._is_in_flight:
             self.refuse_changes(
-                "while a message with older weights is on its way, which would mix into it (with overlap=0 none is)"
+                "while a message with older weights is on its way, which mixes into it (with overlap=0 none is)",
+                warns=True,
             )
         changed = set(self.changed())
         for name, biased, local in zip(self.parameters, self._biased.views, self.locals(), strict=True):

@@ -372,7 +372,7 @@ class Outer(ReplicaSync):
     def finish(self) -> None:
         if self._moved:
             self.refuse_changes(
-                "after a step amid a round, and the round's end, which makes an outer step, would replace it"
+                "after a step amid a round, of whose end it is a part now, as of a step of this replica", warns=True
             )
         if self._pending is not None:
             self._complete(self.mix)

@@ -209,11 +209,10 @@ class Overlap(ReplicaSync):
         self._grads, self._settings, self._given = [], [], []
         self.remember_weights()
 
-    def _refuse_changes(self) -> None:
-        """Raise if somebody has changed the shown weights, which the committed ones are about to overwrite."""
-        self.refuse_changes(
-            "between two steps of an optimizer, where both hold predicted weights: the change would be lost"
-        )
+    def _refuse_changes(self, *, warns: bool = False) -> None:
+        """Raise, or warn, if somebody has changed the shown weights, which the committed ones are to overwrite."""
+        when = "between two steps of an optimizer, where both hold predicted weights: the change is lost"
+        self.refuse_changes(when, warns=warns)
 
     def _hide(self) -> None:
         for parameter in self.parameters.values():
@@ -277,7 +276,7 @@ class Overlap(ReplicaSync):
     def finish(self) -> None:
         optimizer = self.optimizer
         if self._pending is not None:
-            self._refuse_changes()
+            self._refuse_changes(warns=True)
         step, self._pending = self._pending, None
         if step is None or optimizer is None:
             return

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import warnings
 import weakref
 from abc import ABC, abstractmethod
 from collections import OrderedDict
@@ -223,13 +224,19 @@ class ReplicaSync(ABC):
         found = zip(self.parameters, self.locals(), self._versions, strict=True)
         return [name for name, local, version in found if local._version != version]
 
-    def refuse_changes(self, when: str) -> None:
-        """Raise a ``RuntimeError`` if the program has changed weights since ``remember_weights``."""
+    def refuse_changes(self, when: str, *, warns: bool = False) -> None:
+        """Raise a ``RuntimeError``, or warn, if the program has changed weights since ``remember_weights``.
+
+        Another replica, whose program has changed nothing, does not raise: ``warns`` is for where it would wait.
+        """
         if changed := self.changed():
-            raise RuntimeError(
+            told = (
                 f"'{changed[0]}', or a parameter that shares its buffer, was changed {when}. Call "
                 "yafsdp_cc.synchronize_replicas(model) on all ranks before it"
             )
+            if not warns:
+                raise RuntimeError(told)
+            warnings.warn(told, stacklevel=2)
 
     def adopt(self, optimizer: Optimizer) -> None:
         """Check an optimizer before its first step on this model."""

@@ -24,7 +24,7 @@ def materialize(
 ) -> bool:
     """Allocate and initialise every module that owns one of the parameters on the meta device; return whether any does.
 
-    What a module owns and had values before, such as loaded ones, keeps them.
+    Parameters of such a module that have values, such as loaded ones, keep them, unless ``initialize`` is given.
 
     Without ``initialize``, ``_init_weights(module)`` of the innermost Hugging Face model around a module or its own
     ``reset_parameters()`` initialises the module.
@@ -83,16 +83,17 @@ def _fill(
     initialize: Callable[[nn.Module], Any] | None,
     empty: Collection[nn.Parameter] = (),
 ) -> None:
-    """Initialise what ``module`` owns on the meta device, ``empty`` parameters included; the rest keeps its values.
+    """Initialise what ``module`` owns on the meta device, ``empty`` parameters included; other parameters keep their
+    values, unless ``initialize`` is given, which may load others.
 
-    An initialisation writes all that the module owns: copies of what was loaded bring that back.
+    ``reset_parameters()`` writes all that the module owns: copies of what was loaded bring that back. It may compute
+    buffers.
     """
-    owned: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+    parameters = () if initialize is not None else module._parameters.values()
     kept = [
-        (tensors, name, tensor, tensor.detach().clone())
-        for tensors in owned
-        for name, tensor in tensors.items()
-        if tensor is not None and not tensor.is_meta and tensor not in empty
+        (parameter, parameter.detach().clone())
+        for parameter in parameters
+        if parameter is not None and not parameter.is_meta and parameter not in empty
     ]
     for attribute, buffer in module._buffers.items():
         if buffer is not None and buffer.is_meta:
@@ -112,7 +113,5 @@ def _fill(
             f"'{name}' is on the meta device, and its module {type(module).__name__} has no reset_parameters(): "
             "pass shard(model, param_init_fn=...), a function that initialises what a module owns itself"
         )
-    for tensors, name, tensor, values in kept:
-        tensor.copy_(values)
-        if tensors.get(name) is not tensor:  # the initialisation has put another in its place
-            tensors[name] = tensor
+    for parameter, values in kept:
+        parameter.copy_(values)

@@ -525,7 +525,8 @@ def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         return outs[0] if len(outs) == 1 else outs
     spec = _spec_of_result((*args, *kwargs.values()))
     assert spec is not None
-    if not spec.shape and spec.bounds is None and _is_derivative(func) and any(type(x) is torch.Tensor for x in args):
+    is_number = not spec.shape and spec.bounds is None and not any(map(_is_grad, args))
+    if is_number and _is_derivative(func) and any(type(x) is torch.Tensor for x in args):
         return refused(func, args, kwargs)  # the plain operand is this rank's: the result is no mean over ranks yet
     result = _on_locals(func, spec, args, kwargs)
     return wrap(result, spec) if isinstance(result, torch.Tensor) else tuple(wrap(x, spec) for x in result)
@@ -601,11 +602,9 @@ def summand_of(flat: FlatDTensor, dtype: torch.dtype) -> Summand:
     return Summand(flat._local_tensor, counts, Across(spec.global_mesh, spec.groups), dtype)
 
 
-def check_exact(func: Any, flat: FlatDTensor, dtype: torch.dtype, count: int = 1) -> None:
-    """Refuse a reduction of ``count`` elements to ``dtype`` if float64 partials cannot hold its result: they have no
-    imaginary part and 53 bits of an integer."""
-    is_rounded = flat.is_floating_point() or count << 8 * flat.itemsize > 1 << 53
-    if flat.is_complex() or (is_rounded and not dtype.is_floating_point):
+def check_is_real(func: Any, flat: FlatDTensor) -> None:
+    """Refuse a reduction of complex numbers: partials are float64, which has no imaginary part."""
+    if flat.is_complex():
         instead = f"ranks add and compare parts of it in float64, which cannot hold the result: {CALL_FULL}"
         raise refusal(func, flat.shard_spec, f" of {flat.dtype}", instead)
 
@@ -618,7 +617,7 @@ def _reduce(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         of_locals = functools.partial(_local_extremes, of_one)
         for each in tensors if dtype is None else ():
             if type(each) is FlatDTensor:
-                check_exact(func, each, each.dtype)
+                check_is_real(func, each)
     else:
         found = reductions.norm_arguments(func, args, kwargs)
         if found is None:
@@ -660,6 +659,12 @@ _ELEMENTWISE = {
 """Operations that are element-wise though torch does not tag every overload as such."""
 _OVERLOADS_DIFFER = {"max", "min", "where"}
 """Operations with overloads that are not element-wise, though torch tags other overloads of them as such."""
+
+
+def _is_grad(operand: object) -> bool:
+    """Return whether ``operand`` is a parameter's ``.grad``, as in a hook that scales gradients behind the reduce."""
+    owner = owner_of(operand.shard_spec) if type(operand) is FlatDTensor else None
+    return owner is not None and operand is owner.parameter.grad
 
 
 @functools.cache

@@ -63,7 +63,13 @@ class ModuleParameters(dict[str, "torch.nn.Parameter | None"]):
         super().__delitem__(name)
 
     # dict's own methods would pass ``__setitem__`` and ``__delitem__`` by
-    update, setdefault, pop = MutableMapping.update, MutableMapping.setdefault, MutableMapping.pop
+    update, setdefault = MutableMapping.update, MutableMapping.setdefault
+
+    def pop(self, name: str, *default: Any) -> Any:
+        value = self[name] if name in self or not default else default[0]
+        if name in self:
+            del self[name]
+        return value
 
     def __ior__(self, other: Any) -> Self:  # type: ignore[override,misc] # dict has overloads of it
         self.update(other)

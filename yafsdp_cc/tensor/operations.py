@@ -21,7 +21,7 @@ from yafsdp_cc.tensor.dtensor import (
     HANDLERS,
     FlatDTensor,
     aten,
-    check_exact,
+    check_is_real,
     increment_version,
     operand,
     refused,
@@ -103,7 +103,7 @@ def _sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LazyReduct
         raise refusal(func, flat.shard_spec, " over some of its dimensions")
     count = flat.numel() if func._schema.name == "aten::mean" else 1
     dtype = given.get("dtype") or (flat.dtype if flat.is_floating_point() else torch.int64)
-    check_exact(func, flat, dtype, flat.numel())
+    check_is_real(func, flat)
     if count > 1 and not dtype.is_floating_point:
         raise refusal(func, flat.shard_spec, f" of {flat.dtype}", "pass dtype=torch.float32, as torch wants it")
 

@@ -141,7 +141,7 @@ def parser() -> argparse.ArgumentParser:
     flags.add_argument("--gpu", choices=sorted(gpus()), help="its memory, peak and links")
     flags.add_argument("--memory", type=_quantity(BYTES), metavar="SIZE", help="of a rank, headroom included: 80GiB")
     time = flags.add_argument_group("a step's time")
-    rate = f"what a rank achieves: 170tflops ({REACHED:.0%} of --gpu's peak)"
+    rate = f"what a rank achieves: 170tflops ({REACHED:.0%}% of --gpu's peak)"
     time.add_argument("--rate", type=_quantity(FLOPS), metavar="RATE", help=rate)
     time.add_argument("--link", type=_quantity(BITS), metavar="RATE", help="of each rank to other nodes: 400gbit")
     within = "of each rank within its node: 3.6tbit (--gpu's)"
