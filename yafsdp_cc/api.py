@@ -147,7 +147,7 @@ _OF_MODEL = {
     "precision.output": "the model from its blocks, whose outputs would be rounded too: leave it out and pass "
     "MixedPrecisionPolicy(output_dtype=...), as mp_policy, to the call of fully_shard on the model",
 }
-"""What ``shard`` knows that one call of ``fully_shard`` does not, and what to do instead, by settings refused there."""
+"""Settings that ``fully_shard`` refuses: what ``shard`` knows that one call of it does not, and what to do instead."""
 
 _FSDP1 = {
     "auto_wrap_policy": "units=['Block'] of shard(), or fully_shard on each block and then on the model",

@@ -163,7 +163,7 @@ def test_weights_may_be_changed_between_steps() -> None:
 
 @ranks(2)
 def test_a_change_of_weights_while_older_ones_are_on_their_way_is_told() -> None:
-    """As by a program that goes back to weights from before a step with NaN, which come back."""
+    """A program goes back to weights from before a step with NaN, and the message brings NaN back."""
     model = sharded(2, 1, Gossip(overlap=1))
     good = {name: each.clone() for name, each in model.state_dict().items()}
     optimizer = SGD(model.parameters(), lr=float("nan"))

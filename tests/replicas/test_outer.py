@@ -320,7 +320,7 @@ def _train_and_meet(model: Any, optimizer: torch.optim.Optimizer, steps: int) ->
 
 @ranks(2)
 def test_weights_written_amid_a_round_are_told() -> None:
-    """As by weights of an EMA before save(), which would have the outer weights instead."""
+    """A save() behind weights of an EMA has the outer weights, which an outer step has made of them."""
     model = sharded(2, 1, Outer(every=3))
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
     train(model, optimizer, range(2))

@@ -157,7 +157,7 @@ def test_a_backward_that_raises_drops_what_is_held_and_says_so() -> None:
 @pytest.mark.parametrize("kept_as", ["gradient", "local", "view"])
 @ranks(2)
 def test_gradients_that_the_user_keeps_stay_what_they_were(kept_as: str, cleared: str) -> None:
-    """Those of parameters whose ``.grad`` was set to None, though others, sharded together with them, accumulate."""
+    """Gradients are kept of parameters whose ``.grad`` is set to None; others in the same buffer may accumulate."""
     model, plain = twins(Mlp)
     kept: list[dict[str, Any]] = []
     copies: list[dict[str, Tensor]] = []
