@@ -450,8 +450,8 @@ def fully_shard(
             are DTensors on all of its dimensions, and so are the forward's inputs. None: ``mesh`` is the data-parallel
             one. Parameters that are DTensors across other ranks are sharded further either way.
         compression: as of ``shard``: how gradients and weights of this group are encoded on the network. All groups of
-            a model with a compression must have the same one. Patterns of ``overrides`` are of full names, checked in
-            the first forward; one that divides a group has to fit the names within ``module``, too.
+            a model with a compression must have the same one. Patterns of ``overrides`` are of full names, and one
+            that fits none is told; one that divides a group has to fit the names within ``module``, too.
         ownership: as of ``shard``, of the parameters of this group: ``"matrix"`` takes its matrices and stacks of
             matrices, embeddings aside, so pass it to the calls on blocks. Patterns are matched against parameter names
             within ``module``. Owners are balanced over all calls with this mesh.

@@ -126,7 +126,7 @@ def check_is_apart(path: Path, group: Group) -> None:
 
     Stages of a pipeline would replace each other's checkpoint. For the first rank of a group.
     """
-    if not group or group[0].size() == dist.get_world_size():
+    if not (group and dist.is_initialized() and group[0].size() < dist.get_world_size()):
         return
     store, key, own = _get_default_store(), f"yafsdp_cc/saved/{path}", dist.get_process_group_ranks(group[0])
     others, saved = json.loads(store.get(key)) if store.check([key]) else (own, ())
@@ -139,7 +139,7 @@ def check_is_apart(path: Path, group: Group) -> None:
 
 def record_save(path: Path, group: Group) -> None:
     """Let ``check_is_apart`` know whose checkpoint is at ``path`` now. For the first rank of ``group``."""
-    if group:
+    if group and dist.is_initialized():
         value = json.dumps((dist.get_process_group_ranks(group[0]), version(path)))
         _get_default_store().set(f"yafsdp_cc/saved/{path}", value)
 

@@ -135,10 +135,9 @@ def collect(
         state = {**state_of(model, optimizers), **compressed}
         own = compression.local_state(model, tuned=compression.RESIDUALS not in compressed)
         content = files.pack_extra({**extra, **own})
-    # an asynchronous save must not issue a reduction that nobody has read, among training's collectives
-    state = tree_map_only(LazyReduction, LazyReduction.value, state)
     _check_alike(state, group)
-    return state, content
+    # an asynchronous save must not issue a reduction that nobody has read, among training's collectives
+    return tree_map_only(LazyReduction, LazyReduction.value, state), content
 
 
 def wait_for_saves() -> None:

@@ -190,7 +190,7 @@ class Divisor:
 
 
 class ShardedGrad:
-    """The flat buffer that the ``.grad`` of its parameters are views of; see ``add`` for those that a program keeps.
+    """The flat buffer that the ``.grad`` of its parameters are views of, but those that follow one a program keeps.
 
     Args:
         buffer: [chunk], in the parameters' ``grad_dtype``.

@@ -204,4 +204,4 @@ class Observer:
         """Handle that all reduces of a backward were issued; the engine waits for them next."""
 
     def after_final_reduce(self) -> None:
-        """Handle that the mean gradients of a backward are in ``.grad``, before the caller has changed them."""
+        """Handle that the mean gradients of a backward are in ``.grad``, where only hooks may have changed them."""

@@ -132,9 +132,9 @@ class OneBitLamb(OneBitAdam):
             update(Rule.ADAM_MOMENTUM, [rows[id(each)] for each in members if id(each) in rows])
 
     def _update_moments(self, phase: Phase) -> dict[int, Row]:
-        """Update all that needs no norms: moments, and weights by decoded gradients, whose trust ratios are known.
+        """Update all that needs no norms: moments, and weights by decoded gradients where trust ratios are known.
 
-        Return the ``Row`` of each parameter with an exact gradient, for ``update``, by the parameter's id.
+        Return the ``Row`` of each parameter whose weights wait for a ratio, for ``update``, by the parameter's id.
         """
         jobs: Jobs = defaultdict(list)
         learned: list[Tensor] = []
@@ -223,7 +223,8 @@ class OneBitLamb(OneBitAdam):
 
 
 def _norms_of(jobs: Jobs) -> Iterator[list[float]]:
-    """Make all updates; return an iterator over the results of ``update_lamb``, reduced to whole parameters.
+    """Make all updates; return an iterator over the results of ``update_lamb``, reduced to whole parameters. For a
+    parameter that ``learns`` by a decoded gradient the first sum is of its weights.
 
     ``_norms_of`` makes one all-reduce of sums, one of maxima, and one transfer to the host.
     """

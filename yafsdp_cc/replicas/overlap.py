@@ -211,7 +211,7 @@ class Overlap(ReplicaSync):
 
     def _refuse_changes(self, *, warns: bool = False) -> None:
         """Raise, or warn, if somebody has changed the shown weights, which the committed ones are to overwrite."""
-        when = "between two steps of an optimizer, where both hold predicted weights: the change is lost"
+        when = "between two steps of an optimizer, where both hold predicted weights: the change would be lost"
         self.refuse_changes(when, warns=warns)
 
     def _hide(self) -> None:

@@ -221,7 +221,7 @@ class ReplicaSync(ABC):
 
     def changed(self) -> list[str]:
         """Return the names of parameters that the program has changed since ``remember_weights``."""
-        found = zip(self.parameters, self.locals(), self._versions, strict=True)
+        found = zip(self.parameters, self.locals(), self._versions, strict=False)  # none before the first step
         return [name for name, local, version in found if local._version != version]
 
     def refuse_changes(self, when: str, *, warns: bool = False) -> None:

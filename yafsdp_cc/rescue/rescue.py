@@ -258,14 +258,13 @@ class Rescue:
                 else:
                     extra, source = load(path, self._model, self._optimizers), str(path)
             if extra is not None:
-                lacks = [f"no state for '{key}'" for key in sorted(self._states.keys() - extra.keys() - {RANDOM})]
-                more = [
-                    f"a state of '{key}' that nothing takes" for key in sorted(extra.keys() - self._states - {STEPS})
-                ]
-                if self._nodes.rank == 0 and (lacks or more):
+                odd = [f"no state for '{key}'" for key in sorted(self._states.keys() - extra.keys())]
+                more = sorted(extra.keys() - self._states - {STEPS})
+                odd += [f"a state of '{key}' that nothing takes" for key in more]
+                if self._nodes.rank == 0 and odd and RANDOM in extra:  # else save(), or other ranks, made it
                     warnings.warn(
-                        f"Rescue.restore(): what was saved behind step {step} has {', '.join(lacks + more)}. An object "
-                        "without a saved state is left as the program made it: give each the name that it had",
+                        f"Rescue.restore(): what was saved behind step {step} has {', '.join(odd)}. An object without "
+                        "a saved state is left as the program made it: give each the name that it had",
                         stacklevel=4,
                     )
                 for key, (_, restore) in self._states.items():

@@ -103,7 +103,7 @@ class Metrics:
         """
         self.steps_made += 1
         self._pending += 1
-        self._tokens += int(tokens)  # perhaps a tensor of one element
+        self._tokens = self._tokens + tokens  # a tensor of one element may be on a GPU: read when it is reported
         at_edge = self.steps_made in (self._first + 1, self._total)
         if values or (self._every and (at_edge or self.steps_made % self._every == 0)):
             self.report(**({} if loss is None else {"loss": loss}), **values)
@@ -120,7 +120,7 @@ class Metrics:
         seconds, steps, sent = time.perf_counter() - self._since, self._pending, self._sent()
         found: dict[str, Any] = {"s_per_step": seconds / steps} | self._clock.parts(steps)
         if self._tokens:
-            found["tokens_per_s"] = round(self._tokens / seconds)
+            found["tokens_per_s"] = round(int(self._tokens) / seconds)
         for name, now in sent.items():
             found[f"{name}_per_step"] = (now - self._counted[name]) // steps
         self._pending = self._tokens = 0
