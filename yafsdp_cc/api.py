@@ -662,12 +662,14 @@ def _check_arguments(
         )
     if mesh.get_coordinate() is None:
         raise ValueError(f"rank {dist.get_rank()} is not in the mesh {mesh}: make the call on the ranks of the mesh")
-    orders = mesh.mesh.numpy().argsort(-1)  # by NumPy: in an estimate tensors that torch makes have no values
-    if mesh.ndim == 2 and (orders != orders[0]).any():
-        raise ValueError(
-            f"mesh {mesh.mesh.tolist()} orders the ranks of its rows differently, and process groups number theirs in "
-            "ascending order, so that ranks of a column would hold different shards: pass rows in ascending order"
-        )
+    if mesh.ndim == 2 and type(mesh.mesh) is torch.Tensor:  # a fake tensor has no values
+        orders = mesh.mesh.numpy().argsort(-1)  # by NumPy: on fake ranks a tensor of torch's making has none, either
+        if (orders != orders[0]).any():
+            raise ValueError(
+                f"mesh {mesh.mesh.tolist()} orders the ranks of its rows differently, and process groups number theirs "
+                "in ascending order, so that ranks of a column would hold different shards: pass rows in ascending "
+                "order"
+            )
     info = MeshInfo.of(mesh)
     config = compression_of(compression)
     collectives = EXACT if config is None else CompressedCollectives(config, mesh)
