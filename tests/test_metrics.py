@@ -159,8 +159,10 @@ def test_a_run_that_goes_on(tmp_path: Path) -> None:
 
 
 def test_counts_that_are_no_plain_numbers(tmp_path: Path) -> None:
-    with Metrics(nn.Linear(2, 2), tmp_path, first_step=np.int64(3), every=1, show=False) as log:  # type: ignore[arg-type]  # a user's
-        log.step(1.0, tokens=torch.ones(16, dtype=torch.bool).sum())  # type: ignore[arg-type]  # a user's
+    first: Any = np.int64(3)
+    tokens: Any = torch.ones(16, dtype=torch.bool).sum()
+    with Metrics(nn.Linear(2, 2), tmp_path, first_step=first, every=1, show=False) as log:
+        log.step(1.0, tokens=tokens)
     run = read_run(tmp_path / "metrics.jsonl")
     assert (run.start.first_step, run.curve("loss")) == (3, [(4, 1.0)])
     assert run.usual("tokens_per_s")

@@ -116,7 +116,7 @@ def _saved(path: Path) -> dict[str, torch.Tensor]:
 
 @ranks(4)
 def test_a_rank_that_owns_nothing_sends_nothing(tmp_path: Path) -> None:
-    """Of a weight of one row FSDP2's second rank has none."""
+    """FSDP2 gives the second rank no row of a weight that has one, and that rank saves, too."""
     mesh = mesh_of(2, 2)
     for number, sync in enumerate((Overlap("int8"), Gossip(codec="int8"), Outer(every=2, lr=1, codec="topk2bit"))):
         model: Any = seeded(lambda: nn.Linear(WIDTH, 1, bias=False))

@@ -489,7 +489,7 @@ def test_weights_may_be_changed_once_replicas_are_synchronized(sync: Any, steps:
 @pytest.mark.parametrize("sync", [Overlap(), Outer(every=4, sync_steps=4)])
 @ranks(2)
 def test_gradients_of_another_dtype_than_their_parameters(sync: Any) -> None:
-    """In fp32, of a layer in bf16 that one replica uses and the other one does not."""
+    """One replica uses a layer in bf16, whose gradients are fp32, and the other one does not."""
     model = seeded(Branches).to(torch.bfloat16)
     for parameter in model.parameters():
         parameter.grad_dtype = torch.float32

@@ -85,8 +85,9 @@ class Gives(nn.Module):
         weight = layer.weight * made
         both = functional_call(self.pair, {"0.weight": weight}, (x,)) + self.pair(x)
         several = torch.func.vmap(lambda each: functional_call(self.norm, {"weight": each}, (x,)))(weight).sum(0)
-        held = layer._parameters["weight"]
-        layer._parameters |= {"weight": weight}  # type: ignore[dict-item] # as a hypernetwork does
+        parameters: Any = layer._parameters
+        held = parameters["weight"]
+        parameters |= {"weight": weight}
         nested = functional_call(layer, {"weight": weight.cos(), "bias": made}, (x,)) + layer(x)
         with pytest.raises(RuntimeError, match="shape"):
             functional_call(layer, {"weight": weight[:, 1:]}, (x,))
