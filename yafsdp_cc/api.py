@@ -25,9 +25,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor, Shard
 
 from yafsdp_cc.compression.codec import AUTO, FORMAT
-from yafsdp_cc.compression.collectives import CompressedCollectives
 from yafsdp_cc.compression.config import EXACT as NO_CODEC
 from yafsdp_cc.compression.config import Compression, compression_of, compression_of_run
+from yafsdp_cc.compression.factory import CompressedCollectives
 from yafsdp_cc.compression.fallback import CodecFallback
 from yafsdp_cc.compression.schedule import CompressionSchedule
 from yafsdp_cc.config import run_settings

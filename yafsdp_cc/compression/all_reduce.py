@@ -15,9 +15,9 @@ from yafsdp_cc.compression.codec import LOW_RANK
 from yafsdp_cc.compression.error_feedback import RECEIVED, Encoder, Feedback
 from yafsdp_cc.compression.powersgd import SharedFactors
 from yafsdp_cc.compression.reduce_scatter import CodecEncoder, CompressedSum
+from yafsdp_cc.engine.hsdp import ExactAllReduce
 from yafsdp_cc.engine.layout import align
 from yafsdp_cc.engine.protocols import AllReduce
-from yafsdp_cc.engine.replica_sums import ExactAllReduce
 
 if TYPE_CHECKING:
     from yafsdp_cc.compression.error_feedback import Residual, SummedBuffer

@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 
     from yafsdp_cc.engine.collectives import CollectiveFingerprint
     from yafsdp_cc.engine.communicator import CommContext
+    from yafsdp_cc.engine.hsdp import ReplicaSums
     from yafsdp_cc.engine.param import FlatParam
     from yafsdp_cc.engine.protocols import Observer
-    from yafsdp_cc.engine.replica_sums import ReplicaSums
     from yafsdp_cc.engine.spec import Counters, ParamGroupSpec, Role
     from yafsdp_cc.engine.streams import CommStream
     from yafsdp_cc.ranks.mesh import MeshInfo

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Literal
 from torch import nn
 
 from yafsdp_cc.engine.collectives import ExactAllGather, ExactReduceScatter
+from yafsdp_cc.engine.hsdp import ExactAllReduce
 from yafsdp_cc.engine.layout import ALIGNMENT
-from yafsdp_cc.engine.replica_sums import ExactAllReduce
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy

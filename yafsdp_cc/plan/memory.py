@@ -27,7 +27,7 @@ from yafsdp_cc.plan.report import (
     PlannedTraffic,
     PlannedUnit,
 )
-from yafsdp_cc.sharding.collectives import SecondaryAllGather
+from yafsdp_cc.sharding.extra_collectives import SecondaryAllGather
 from yafsdp_cc.sharding.ownership import newton_schulz_flops
 
 

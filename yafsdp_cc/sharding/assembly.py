@@ -24,9 +24,9 @@ from torch.distributed.distributed_c10d import _get_default_store
 from yafsdp_cc.engine.buffers import Buffer, BufferPool
 from yafsdp_cc.engine.collectives import CollectiveFingerprint
 from yafsdp_cc.engine.communicator import CommContext, Communicator, ScratchBuffers
+from yafsdp_cc.engine.hsdp import ReplicaSums
 from yafsdp_cc.engine.param import UnshardedParams, unsharded_bytes, unsharded_grad_bytes
 from yafsdp_cc.engine.param_group import GroupContext, ParamGroup
-from yafsdp_cc.engine.replica_sums import ReplicaSums
 from yafsdp_cc.engine.replicated import ReplicatedParams
 from yafsdp_cc.engine.spec import EXACT, Counters, specs_below
 from yafsdp_cc.engine.state import GROUP, STATE, FSDPState
@@ -36,7 +36,7 @@ from yafsdp_cc.forms.offload import make_transfers
 from yafsdp_cc.ranks.checks import refused_together
 from yafsdp_cc.ranks.groups import backend_of, group_once, new_group, timeout_of
 from yafsdp_cc.ranks.mesh import all_groups
-from yafsdp_cc.sharding.collectives import CustomAllGather, CustomReduceScatter, SecondaryAllGather
+from yafsdp_cc.sharding.extra_collectives import CustomAllGather, CustomReduceScatter, SecondaryAllGather
 from yafsdp_cc.sharding.links import check_trial_exchange, probe_links, refused_over_store
 from yafsdp_cc.sharding.status import describe
 from yafsdp_cc.sharding.units import ROOT, TAKE_TURNS
