@@ -17,7 +17,7 @@ import warnings
 from collections import namedtuple
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,10 +39,12 @@ from tests.soak import also
 from tests.twins import refusal
 from yafsdp_cc import Compression
 from yafsdp_cc.checkpoint import files
+from yafsdp_cc.checkpoint.files import METADATA
 from yafsdp_cc.checkpoint.save import _under_way, wait_for_saves
 from yafsdp_cc.compression.state import mean_estimates
 from yafsdp_cc.fsdp2.module import require_state
 from yafsdp_cc.optim import OneBitAdam
+from yafsdp_cc.rescue import nodes
 from yafsdp_cc.rescue.memory import MEMORY, RunMemory, folder_of_run, locked_by_rank
 from yafsdp_cc.rescue.nodes import Nodes, Transfer, transfer
 
@@ -646,17 +648,11 @@ def test_a_copy_goes_on_while_training_communicates_if_it_is_late(
     rescue._whole, rescue._started, rescue._next, rescue._steps = 30, 36, 46, 38  # it is due behind step 40
     rescue._job = Future()
 
-    def goes_on(sent: float) -> bool:
-        thread = threading.Thread(target=rescue._let_training_go_first, args=[sent])
-        thread.start()
-        thread.join(0.5)
-        return not thread.is_alive()
-
-    found = [goes_on(0.4), goes_on(0.6)]
+    found = [rescue._may_send(0.4), rescue._may_send(0.6)]
     rescue._steps = 39
-    found += [goes_on(0.7), goes_on(0.8)]
+    found += [rescue._may_send(0.7), rescue._may_send(0.8)]
     rescue._job = None  # training waits for it
-    assert [*found, goes_on(0.9)] == [True, False, True, False, True]
+    assert [*found, rescue._may_send(0.9)] == [True, False, True, False, True]
 
 
 @pytest.mark.parametrize("way", ["ours", "fsdp2", also("fsdp2 in bf16")])
@@ -870,6 +866,83 @@ def test_close_waits_for_the_checkpoint_at_the_path(tmp_path: Path, monkeypatch:
     assert model.weight.equal(expected.weight)
 
 
+def test_close_keeps_snapshots_where_the_checkpoint_at_the_path_was_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = files.write
+
+    def body() -> None:
+        os.environ[MEMORY] = str(tmp_path / f"run-{dist.get_rank()}")
+
+        def full(file: Path, content: bytes) -> None:
+            if "disk.saving" in str(file) and dist.get_rank() == 1:
+                raise OSError("No space left on device")
+            write(file, content)
+
+        monkeypatch.setattr(files, "write", full)
+        rescue = yafsdp_cc.Rescue(yafsdp_cc.shard(nn.Linear(4, 4)), every=2, path=tmp_path / "disk", save_every=2)
+        rescue.restore()
+        rescue.step()
+        rescue.step()
+        with pytest.raises(RuntimeError, match=r"the last checkpoint at .*disk was not written.*No space left"):
+            rescue.close()
+        assert list((tmp_path / f"run-{dist.get_rank()}" / "0").glob(f"step-*/{METADATA}"))
+        rescue.close()
+        assert not (tmp_path / f"run-{dist.get_rank()}").exists()
+
+    on_ranks(2, body)
+
+
+def test_close_keeps_snapshots_while_an_exception_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(MEMORY, str(tmp_path))
+    rescue = yafsdp_cc.Rescue(nn.Linear(1, 1), every=1)
+    rescue.restore()
+    rescue.step()
+    rescue.step()
+    with pytest.raises(ArithmeticError), closing(rescue):
+        raise ArithmeticError("a loss that is not finite")
+    assert rescue.restore() >= 1
+    rescue.close()
+
+
+@pytest.mark.parametrize("synchronizes", [True, False])
+@pytest.mark.parametrize("turns", [1, 2])
+def test_gradients_that_no_optimizer_step_has_taken_are_told(tmp_path: Path, turns: int, synchronizes: bool) -> None:
+    def body() -> None:
+        os.environ[MEMORY] = str(tmp_path / f"run-{dist.get_rank()}")
+        model = yafsdp_cc.shard(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), units=[nn.Linear])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        rescue = yafsdp_cc.Rescue(model, optimizer, every=2)
+        rescue.restore()
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            for step in range(1, 6):
+                model.set_requires_gradient_sync(synchronizes or step % turns == 0)
+                model(torch.ones(2, 64)).sum().backward()
+                if step % turns == 0:
+                    optimizer.step()  # gradients stay until the next step
+                rescue.step()
+                if step % turns == 0:
+                    optimizer.zero_grad()
+        rescue.close()
+        assert any("that no optimizer step has taken" in str(each.message) for each in told) == (turns > 1)
+
+    on_ranks(2, body)
+
+
+def test_a_snapshot_makes_a_folder_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(MEMORY, str(tmp_path / "run"))
+    rescue = yafsdp_cc.Rescue(nn.Linear(1, 1), every=1)
+    rescue.restore()
+    rescue.step()
+    rescue._wait()
+    shutil.rmtree(tmp_path / "run")
+    rescue.step()
+    rescue._wait()
+    assert [each.parent.name.partition(".")[0] for each in tmp_path.glob(f"run/*/*/{METADATA}")] == ["step-2"]
+    rescue.close()
+
+
 def test_one_checkpoint_at_the_path_is_under_way_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write, under_way = files.write, []
 
@@ -1012,6 +1085,41 @@ def test_files_go_between_ranks_in_any_pattern(tmp_path: Path) -> None:
                 assert (folder / each.name).read_bytes() == random.Random(each.name).randbytes(each.size)
 
     on_ranks(3, body)
+
+
+def test_a_copy_may_take_longer_than_the_time_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def body() -> None:
+        monkeypatch.setattr(nodes, "_TICK", 0.5)
+        rank, begin = dist.get_rank(), time.monotonic()
+        folder = tmp_path / str(rank)
+        folder.mkdir()
+        if rank == 0:
+            (folder / "a").write_bytes(b"content")
+        group = dist.group.WORLD
+        assert group is not None
+        transfer([Transfer("a", 7, 0, 1)], folder, (group,), lambda _: time.monotonic() - begin > 3)
+        assert rank != 1 or (folder / "a").read_bytes() == b"content"
+
+    on_ranks(3, body, patience=2.0)
+
+
+def test_a_program_that_ends_waits_for_no_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training of rank 0 communicates for good, as with a rank that has raised: the part is never sent."""
+
+    def body() -> None:
+        rank = dist.get_rank()
+        folder = tmp_path / str(rank)
+        folder.mkdir()
+        (folder / "a").write_bytes(b"content")
+        if rank == 1:
+            ended = threading.Thread()
+            monkeypatch.setattr(threading, "main_thread", lambda: ended)
+        group = dist.group.WORLD
+        assert group is not None
+        with pytest.raises(RuntimeError, match="rank 1 ended while files were copied"):
+            transfer([Transfer("a", 7, 0, 1)], folder, (group,), lambda _: False)
+
+    on_ranks(2, body)
 
 
 def test_buddies_are_on_other_nodes(tmp_path: Path) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -13,7 +16,7 @@ from torch import Tensor
 
 from yafsdp_cc.checkpoint.files import writing
 from yafsdp_cc.checkpoint.ranks import place_in, together
-from yafsdp_cc.ranks.checks import all_gather_objects
+from yafsdp_cc.ranks.checks import all_gather_objects, named_ranks
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -23,6 +26,11 @@ if TYPE_CHECKING:
 _PART = 1 << 19
 """Bytes of one message: some milliseconds of a link of 1 Gbit/s, for which training may have to wait."""
 _TAG = 71
+_TICK = 2.0
+"""Seconds after which ranks that move files meet, so that no wait is as long as a whole copy: a process group's
+time-out tells of ranks that hang, however slow links are."""
+_PAUSE = 0.002
+"""Seconds between questions whether a part may be sent."""
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -104,13 +112,13 @@ def fetch(names: Collection[str], folder: Path, nodes: Nodes, group: Group) -> l
 
 
 def copy_to_buddies(
-    whole: dict[str, int], folder: Path, nodes: Nodes, group: Group, before_part: Callable[[float], None]
+    whole: dict[str, int], folder: Path, nodes: Nodes, group: Group, may_send: Callable[[float], bool]
 ) -> None:
     """Copy files that one node alone has to another one. A collective.
 
     Args:
         whole: bytes of the files that this rank has in ``folder``, by name.
-        before_part: as that of ``transfer``.
+        may_send: as that of ``transfer``.
     """
     found = all_gather_objects(whole, group)
     copies: list[Transfer] = []
@@ -120,11 +128,11 @@ def copy_to_buddies(
         buddy = nodes.buddy_of(source)
         if buddy is not None and {nodes.of[each] for each in sources} == {nodes.of[source]}:
             copies.append(Transfer(name, found[source][name], source, buddy))
-    transfer(copies, folder, group, before_part)
+    transfer(copies, folder, group, may_send)
 
 
 def transfer(
-    transfers: Sequence[Transfer], folder: Path, group: Group, before_part: Callable[[float], None] = lambda _: None
+    transfers: Sequence[Transfer], folder: Path, group: Group, may_send: Callable[[float], bool] = lambda _: True
 ) -> None:
     """Move files between the folders of several ranks, in parts. A collective.
 
@@ -133,7 +141,10 @@ def transfer(
     Args:
         transfers: the same on all ranks, in the same order.
         folder: folder of this rank.
-        before_part: called before a part is sent, with the fraction of this rank's bytes sent so far.
+        may_send: returns whether to send a part now, given the fraction of this rank's bytes sent so far.
+
+    Raises:
+        RuntimeError: on every rank: the program of some rank ends, and would wait for this thread.
     """
     rank, _ = place_in(group)
     sent = [each for each in transfers if each.source == rank]
@@ -156,12 +167,22 @@ def transfer(
     for each in received:
         parts = _mapped(_part_of(folder, each), each.size)
         works[each] = [group[0].recv([part], each.source, _TAG) for part in parts]
+    left = deque((each.target, part) for each in sent for part in _mapped(folder / each.name, each.size))
     total, gone = sum(each.size for each in sent), 0
-    for each in sent:
-        for part in _mapped(folder / each.name, each.size):
-            before_part(gone / total)
-            group[0].send([part], each.target, _TAG).wait()
-            gone += part.nbytes
+    while True:
+        told = all_gather_objects((bool(left), threading.main_thread().is_alive()), group)
+        if ending := [rank for rank, (_, is_alive) in enumerate(told) if not is_alive]:
+            raise RuntimeError(f"{named_ranks(ending)} ended while files were copied")
+        if not any(is_left for is_left, _ in told):
+            break
+        tick = time.monotonic() + _TICK
+        while left and time.monotonic() < tick:
+            if may_send(gone / total):
+                target, part = left.popleft()
+                group[0].send([part], target, _TAG).wait()
+                gone += part.nbytes
+            else:
+                time.sleep(_PAUSE)
     for each, receives in works.items():
         for work in receives:
             work.wait()

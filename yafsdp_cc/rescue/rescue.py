@@ -19,12 +19,12 @@ import random
 import secrets
 import shutil
 import sys
-import time
+import threading
 import warnings
 import weakref
 import zlib
 from collections.abc import Callable, Collection, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, ClassVar
@@ -37,6 +37,8 @@ from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from yafsdp_cc.checkpoint import compression, files
@@ -60,8 +62,6 @@ if TYPE_CHECKING:
 
 STEPS, RANDOM = "steps", "random_states"
 """Names in the extra files for the number of finished steps and for the random states."""
-_WAIT = 0.002
-"""Seconds between checks whether training still communicates, for the end of which the copy to the buddy waits."""
 
 _all: weakref.WeakSet[Rescue] = weakref.WeakSet()
 
@@ -149,6 +149,11 @@ class Rescue:
         """Copy on the host of the state in the last snapshot, whose memory the next one uses again."""
         self._job: Future[None] | None = None
         """Snapshot under way; None as soon as training waits for it."""
+        self._save: Future[None] | None = None
+        """The last save at ``path``."""
+        self._stepped = stepped = set[Optimizer]()
+        """Optimizers that have stepped since the last call of ``step``."""
+        self._hook = register_optimizer_step_post_hook(lambda optimizer, *_: stepped.add(optimizer))
         _all.add(self)
         self._engines: list[GroupContext] = []
 
@@ -190,7 +195,7 @@ class Rescue:
                 "save(), at a path of its own"
             )
         if self._steps < 0:
-            self._folder, self._thread = self._run / str(Rescue._closed), ThreadPoolExecutor(1, "yafsdp_cc.rescue")
+            self._folder = self._run / str(Rescue._closed)
         with together(ranks.front):
             self._folder.mkdir(parents=True, exist_ok=True)
         self._nodes = Nodes(self._folder, ranks.back)
@@ -216,8 +221,8 @@ class Rescue:
         all_gather_objects(None, ranks.back)
         if snapshot and len(self._nodes.members) > 1:  # another node may be lost before the next snapshot
             folder = self._folder / snapshot
-            given = files_in(folder), folder, self._nodes, ranks.back, self._let_training_go_first
-            self._job = self._thread.submit(copy_to_buddies, *given)
+            given = files_in(folder), folder, self._nodes, ranks.back, self._may_send
+            self._job = _in_thread(copy_to_buddies, *given)
         is_later = any(each.parents[1] != self._folder for each in self._run.glob(f"*/step-*/{METADATA}"))
         if self._nodes.rank == 0 and (source or lost or is_later):
             again = f"; steps {steps + 1} to {lost} are made again" if lost > steps else ""
@@ -321,7 +326,7 @@ class Rescue:
         self._tell_progress()
         if self._path is not None and self._save_every and self._steps % self._save_every == 0:
             wait_for_saves()  # each has a copy of all state in host memory: a slow disk would fill that
-            save(self._path, self._model, self._optimizers, asynchronous=True, **self._extra())
+            self._save = save(self._path, self._model, self._optimizers, asynchronous=True, **self._extra())
         if self._steps >= self._next:  # later than ``_next`` if a snapshot failed and the program went on
             self._snapshot()
         # All ranks wait behind the same steps, and none waits for good. A rank that waits has issued all collectives of
@@ -331,19 +336,29 @@ class Rescue:
         # snapshot that is late. ``save`` writes the checkpoint at ``path`` with threads and a group of its own.
         if self._steps - self._whole >= self._every:
             self._wait()
+        self._stepped.clear()
 
     def close(self) -> None:
         """Wait for the snapshot and saves under way, and remove the snapshots: this training is over. A collective.
 
-        A program that is started again makes it again, from the checkpoint at ``path`` or from the beginning.
+        A program that is started again makes it again, from the checkpoint at ``path`` or from the beginning. While an
+        exception is handled, as by ``finally: rescue.close()``, snapshots stay, for the run that goes on from them.
+
+        Raises:
+            RuntimeError: the last checkpoint at ``path`` was not written. Snapshots stay; a second call removes them.
         """
+        if sys.exc_info()[0] is not None:
+            return
         with suppress(RuntimeError):  # nobody needs that snapshot any more
             self._wait()
         wait_for_saves()  # a program may destroy the process group next, which saves at ``path`` need
+        saved, self._save = self._save, None
         if self._steps >= 0:
-            self._thread.shutdown()
-            all_gather_objects(None, self._ranks.back)
+            with together(self._ranks.back):
+                if saved is not None and (error := saved.exception()) is not None:
+                    raise RuntimeError(f"the last checkpoint at {self._path} was not written, snapshots stay: {error}")
             Rescue._closed, self._steps = Rescue._closed + 1, -1
+            self._hook.remove()
         if self._lock is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._lock.close()
@@ -371,7 +386,15 @@ class Rescue:
     def _snapshot(self) -> None:
         self._wait()
         self._next = self._steps + self._every - self._took
-        self._engines = [require_state(part).context for _, part in sharded_parts(self._model)]
+        states = [require_state(part) for _, part in sharded_parts(self._model)]
+        self._engines = [each.context for each in states]
+        has_grads = any(each.grad is not None for each in self._model.parameters())
+        if self._optimizers and not self._stepped and (has_grads or not all(each.is_idle for each in states)):
+            warnings.warn(
+                "Rescue.step(): gradients that no optimizer step has taken are not in a snapshot: call step() behind "
+                "each optimizer.step(), not behind each micro-batch",
+                stacklevel=3,
+            )
         if self._kept is None:  # ``restore`` may have loaded all values, and training tells stages apart
             check_is_one_value("Rescue.step()", self._model, self._ranks.front)
         compressed = compression.sharded_state(self._model, means=False)
@@ -382,11 +405,11 @@ class Rescue:
             kept = [None] * len(values)
         self._kept = tree_unflatten(list(map(_copy_over, kept, values)), form)
         copied = None
-        if torch.cuda.is_initialized():
+        if device := next((each.device for each in values if isinstance(each, Tensor) and each.is_cuda), None):
             copied = torch.cuda.Event()
-            copied.record()
+            copied.record(torch.cuda.current_stream(device))
         self._started = self._steps
-        self._job = self._thread.submit(self._write, self._steps, self._kept, content, copied)
+        self._job = _in_thread(self._write, self._steps, self._kept, content, copied)
 
     def _write(self, step: int, state: dict[str, Any], content: bytes, copied: torch.cuda.Event | None) -> None:
         """Write a snapshot; runs in the background thread."""
@@ -410,7 +433,7 @@ class Rescue:
         with by_torch(f"the snapshot behind step {step}", group) as which:
             state_dict_saver.save(state, storage_writer=writer, planner=planner, **which)
         written = {name: size for name, size in files_in(folder).items() if name in own}
-        copy_to_buddies(written, folder, self._nodes, group, self._let_training_go_first)
+        copy_to_buddies(written, folder, self._nodes, group, self._may_send)
         found = all_gather_objects((self._steps, writer.table), group)  # a barrier, too: every file is on two nodes
         self._took = min(max(steps for steps, _ in found) - step + 1, self._every // 2)  # + 1 for the step under way
         with together(group):  # no rank goes on before every node has the table
@@ -434,24 +457,37 @@ class Rescue:
             (self._folder / old / METADATA).unlink()
             (self._folder / old).rename(new)
         else:
-            new.mkdir()
+            new.mkdir(parents=True)  # the run's folder goes where a system removes a user's files at the logout
 
     def _remove_all_but(self, *snapshots: str) -> None:
         for each in self._folder.glob("step-*"):
             if each.name not in snapshots:
                 shutil.rmtree(each, ignore_errors=True)
 
-    def _let_training_go_first(self, sent: float) -> None:
-        """Wait while training communicates, unless training waits for the copy, or would before the copy is over.
+    def _may_send(self, sent: float) -> bool:
+        """Return whether training does not communicate, or waits for the copy, or would before the copy is over.
 
         The copy is spread over the steps until training would wait for it, as many as the last snapshot took: if the
         copy needs them all, the next snapshot gets one step more, until half of ``every`` are reached.
         """
         left = min(self._next, self._whole + self._every) - self._started
-        while self._job is not None and any(each.is_communicating() for each in self._engines):
-            if sent * left < self._steps - self._started:
-                return
-            time.sleep(_WAIT)
+        is_idle = self._job is None or not any(each.is_communicating() for each in self._engines)
+        return is_idle or sent * left < self._steps - self._started
+
+
+def _in_thread(function: Callable[..., None], *args: object) -> Future[None]:
+    """Call a function in a thread, which the end of the program waits for."""
+    future = Future[None]()
+
+    def run() -> None:
+        try:
+            function(*args)
+            future.set_result(None)
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="yafsdp_cc.rescue").start()
+    return future
 
 
 class _FilesInPlace(FileSystem):
