@@ -80,7 +80,8 @@ class DivergenceWatch:
                 values[name, part][rank] = value
         for (name, _), by_rank in values.items():
             if len(set(by_rank.values())) > 1:
-                raise DivergenceError(_told(name, unit, by_rank, self._steps))
+                age = min(self._steps, self._every * len(units))
+                raise DivergenceError(_told(name, unit, by_rank, self._steps, age))
 
     def _units(self) -> dict[str, set[Tensor]]:
         """Return the parameters of each unit, by the unit's name, without those that sharding ignores."""
@@ -100,7 +101,7 @@ def _is_replicated(parameter: Tensor) -> bool:
     return isinstance(parameter, DTensor) and all(each.is_replicate() for each in parameter.placements)
 
 
-def _told(name: str, unit: str, values: dict[int, int], steps: int) -> str:
+def _told(name: str, unit: str, values: dict[int, int], steps: int, age: int) -> str:
     (usual, count), *_ = Counter(values.values()).most_common()
     alike = [rank for rank, value in values.items() if value == usual]
     others = [rank for rank in values if rank not in alike]
@@ -108,5 +109,6 @@ def _told(name: str, unit: str, values: dict[int, int], steps: int) -> str:
     return (
         f"after {steps} steps {named_ranks(others)} had another '{name}' than {named_ranks(alike)}{among} (compared: "
         f"unit '{unit or '(root)'}' and all replicated parameters). A bit has flipped, or code has changed it on some "
-        "ranks alone: go on from the last snapshot or checkpoint, and test that machine if it happens again"
+        f"ranks alone, in the last {age} steps, whose snapshots and checkpoints may have it: go on from an earlier "
+        "checkpoint, and test that machine if it happens again"
     )
