@@ -168,10 +168,9 @@ _FSDP1 = {
 """Replacements of the arguments of torch's first FSDP, by argument, for the error that refuses them."""
 
 _origins: WeakKeyDictionary[nn.Module, tuple[PlannedArgument, ...]] = WeakKeyDictionary()
-
-
-_work: WeakKeyDictionary[DeviceMesh, Counter[int]] = WeakKeyDictionary()
-"""Newton-Schulz operations on the matrices that calls of ``fully_shard`` have given each rank of a mesh so far."""
+_work: WeakKeyDictionary[dist.ProcessGroup, Counter[int]] = WeakKeyDictionary()
+"""Newton-Schulz operations on the matrices that calls of ``fully_shard`` have given each rank of a group so far. All
+ranks keep a group until ``destroy_process_group()``; a mesh they drop at different times, and owners would differ."""
 
 
 def _completed(function: Callable[P, Result]) -> Callable[P, Result]:
@@ -485,10 +484,13 @@ def fully_shard(
         small = [one for one in owned if is_small(one.parameter)]
         large = [one for one in owned if one not in small]
         division = Division((UnitSpec("", modules, "block", tuple(large)),), tuple(small))
-        owners = given.owners(division, ownership, is_complete=False, work=_work.setdefault(mesh, Counter()))
+        work = Counter(_work.get(given.info.shard_group))
+        owners = given.owners(division, ownership, is_complete=False, work=work)
     info = given.info
-    check_settings(given.settings(mp_policy, ownership), all_groups(mesh), "fully_shard()")
     check_equal(owned, all_groups(mesh), values=False)
+    settings = given.settings(mp_policy, ownership) | {"owners": list(owners.values())}
+    check_settings(settings, all_groups(mesh), "fully_shard()")
+    _work[info.shard_group] = work
 
     def prepare(members: Sequence[OwnedParameter]) -> None:
         for one in members:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import platform
 from pathlib import Path
@@ -490,6 +491,33 @@ def costs() -> None:
 
 
 # Refusals
+
+
+@ranks(2)
+def test_owners_are_equal_on_all_ranks_whatever_one_of_them_keeps_or_refuses() -> None:
+    """``fully_shard`` goes on from the work of earlier calls, also where one rank has dropped their model."""
+
+    def block() -> nn.Sequential:
+        return nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(3)))
+
+    def owners(model: Any) -> list[Any]:
+        every: list[Any] = [None, None]
+        dist.all_gather_object(every, [each.shard_spec.owners for each in model.parameters()])
+        assert every[0] == every[1]
+        return [rank for [rank] in every[0]]
+
+    first: Any = yafsdp_cc.fully_shard(block(), ownership="matrix")
+    assert owners(first) == [0, 1, 0]
+    if dist.get_rank() == 1:
+        del first
+        gc.collect()
+    assert owners(yafsdp_cc.fully_shard(block(), ownership="matrix")) == [1, 0, 1]
+    hooked = block()
+    if dist.get_rank() == 1:
+        hooked[0].weight.register_hook(lambda grad: grad)
+    with pytest.raises(ValueError, match="has hooks"):
+        yafsdp_cc.fully_shard(hooked, ownership="matrix")
+    assert owners(yafsdp_cc.fully_shard(block(), ownership="matrix")) == [0, 1, 0]
 
 
 @ranks(1)
