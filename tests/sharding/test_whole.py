@@ -67,6 +67,24 @@ def test_whole_parameters_are_not_made_of_whole_parameters() -> None:
 
 
 @ranks(2)
+def test_no_shard_is_converted_where_modules_show_whole_weights() -> None:
+    """``model.to(dtype)`` inside ``whole_parameters`` or a forward would find no sharded parameter in a module."""
+    model, plain = twins(Transformer)
+    batches = CASES["transformer"].batches(2)
+    trains_on(model, plain, next_token, [batches])
+    refused = pytest.raises(RuntimeError, match=r"'blocks\.0\.\S+' is sharded on cpu .* convert what full_state_dict")
+    for write in (False, True):
+        with yafsdp_cc.whole_parameters(model, write=write), refused:
+            model.to(torch.bfloat16)
+    hook = model.blocks[0].register_forward_hook(lambda *_: model.to(torch.bfloat16))
+    with refused:
+        next_token(model, mine(batches))
+    hook.remove()
+    same_weights(model, plain)
+    trains_on(model, plain, next_token, [batches])
+
+
+@ranks(2)
 def test_an_optimizer_made_in_whole_parameters_is_refused() -> None:
     model = seeded(Transformer)
     yafsdp_cc.shard(model)

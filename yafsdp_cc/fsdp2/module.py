@@ -352,15 +352,18 @@ class ShardedModule(FSDPModule, nn.Module):
 
         Sharded parameters keep their device, and from the first forward on their dtype.
         """
+        held: dict[Any, str] = {}
         for own in self._specs(recurse):
             reshard(own)
-        for name, parameter in self.named_parameters(recurse=recurse):
-            if isinstance(parameter, FlatDTensor):
-                _check_apply(name, parameter, fn, is_assembled=not recurse or self._is_assembled())
+            # a forward and ``whole_parameters`` show others in place of the shards that ``fn`` would convert
+            held |= {param.parameter: param.spec.name for param in own.params}
+        held |= {each: name for name, each in self.named_parameters(recurse=recurse) if isinstance(each, FlatDTensor)}
+        for parameter, name in held.items():
+            _check_apply(name, parameter, fn, is_assembled=not recurse or self._is_assembled())
         for inner in self.modules() if recurse else (self,):
             if (spec := spec_of(inner)) is not None:
                 apply_to_shards(spec, fn)
-            for ignored in inner._parameters.values():
+            for ignored in dict.values(inner._parameters):
                 if ignored is not None and not isinstance(ignored, FlatDTensor):
                     with torch.no_grad():
                         moved = fn(ignored)
@@ -474,8 +477,9 @@ def _check_apply(name: str, parameter: FlatDTensor, fn: Callable[[Tensor], Tenso
         return
     raise RuntimeError(
         f"'{name}' is sharded on {parameter.device} as {parameter.dtype} and cannot be converted or moved: do that "
-        "before shard(), or choose the dtype of the forward with mp_policy. (After fully_shard(), .to(dtype) works "
-        "on a whole module of plain parameters without gradients, before the first forward.)"
+        "before shard(), or choose the dtype of the forward with mp_policy; for an export, convert what "
+        "full_state_dict(model) returns. (After fully_shard(), .to(dtype) works on a whole module of plain parameters "
+        "without gradients, before the first forward.)"
     )
 
 
