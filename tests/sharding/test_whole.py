@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
 import yafsdp_cc
@@ -35,6 +36,27 @@ def test_whole_parameters(write: bool, caplog: pytest.LogCaptureFixture) -> None
     with pytest.raises(ZeroDivisionError), yafsdp_cc.whole_parameters(model, write=write):
         _ = 1 / 0
     trains_on(model, plain if write else original, next_token, [batches])
+
+
+@ranks(2)
+def test_a_parameter_assigned_in_whole_parameters_is_kept(caplog: pytest.LogCaptureFixture) -> None:
+    """What cannot be kept is told: a warning without ``write``, an error with it, behind which the model trains on."""
+    model, plain = twins(lambda: Transformer(tied=True))
+    batches = CASES["transformer"].batches(2)
+    for write in (False, True):
+        with yafsdp_cc.whole_parameters(model, write=write):
+            for each in (model, plain) if write else (model,):
+                each.embed.weight = each.head.weight = nn.Parameter(torch.sin(each.embed.weight.detach()))
+                each.norm.bias = nn.Parameter(torch.ones_like(each.norm.bias), requires_grad=False)
+        assert ("'embed.weight' was written to (2 in all)" in caplog.text) is (dist.get_rank() == 0)
+        trains_on(model, plain, next_token, [batches])
+    for replaced in (None, nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones_like(plain.embed.weight))):
+        with (
+            pytest.raises(RuntimeError, match=r"'embed.weight' \(1 in all\) was replaced inside whole_parameters"),
+            yafsdp_cc.whole_parameters(model, write=True),
+        ):
+            model.embed.weight = replaced  # and not that of the head, which is tied
+        trains_on(model, plain, next_token, [batches])
 
 
 @ranks(2)

@@ -682,7 +682,8 @@ def whole_parameters(model: nn.Module, *, write: bool = False) -> Iterator[None]
 
     Raises:
         ValueError: ``model`` is not sharded.
-        RuntimeError: entered inside a forward or a backward, or a second time.
+        RuntimeError: entered inside a forward or a backward, or a second time; or ``write`` cannot keep what was put
+            in a parameter's place.
     """
     state = require_state(model)
     check_at_rest(state, "whole_parameters")
@@ -690,12 +691,23 @@ def whole_parameters(model: nn.Module, *, write: bool = False) -> Iterator[None]
     with torch.inference_mode(False):  # tensors made in inference mode have no versions
         values = whole_params_by_group(state, everywhere=True)
         wholes = {param: _unsharded_parameter(param, value) for param, value in values}
-    for param, whole in wholes.items():
-        param.set_parameter(in_class_of(param, whole))
+    shown = {param: in_class_of(param, whole) for param, whole in wholes.items()}
+    for param, each in shown.items():
+        param.set_parameter(each)
     versions = {param: whole._version for param, whole in wholes.items()}
+    lost: list[str] = []
     try:
         yield
     finally:
+        for param, whole in wholes.items():
+            held = {module._parameters.get(attribute) for module, attribute in param.sites}
+            if held == {shown[param]}:
+                continue
+            assigned, versions[param] = held.pop(), -1  # no version: the parameter counts as written to
+            if assigned is None or held or type(assigned) is not type(whole) or assigned.shape != whole.shape:
+                lost.append(param.spec.name)
+            elif write:
+                whole.requires_grad_(assigned.requires_grad).data.copy_(assigned)
         changed = [param.spec.name for param, whole in wholes.items() if whole._version != versions[param]]
         if changed and not write and state.context.gather.comm.rank == 0:
             told = f"whole_parameters: '{changed[0]}' was written to ({len(changed)} in all), and the change is dropped"
@@ -708,6 +720,11 @@ def whole_parameters(model: nn.Module, *, write: bool = False) -> Iterator[None]
                 param.parameter.requires_grad_(whole.requires_grad)
             vars(whole)[COPY_OF] = param.spec
             param.set_parameter(param.parameter)
+    if lost and write:
+        raise RuntimeError(
+            f"'{lost[0]}' ({len(lost)} in all) was replaced inside whole_parameters, not by one parameter of its shape "
+            "in all modules that hold it, and the change is dropped: write to it in place, as with copy_()"
+        )
 
 
 def _name_here(module: nn.Module, name: str) -> str:
