@@ -11,7 +11,7 @@ import inspect
 import os
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, wraps
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, ParamSpec, TypeVar
@@ -262,7 +262,7 @@ def shard(
     zero_stage: Literal[1, 2, 3] = 3,
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
-    ignored_params: Collection[nn.Parameter] | None = None,
+    ignored_params: Iterable[nn.Parameter] | None = None,
     sync_module_states: bool = False,
     param_init_fn: Callable[[nn.Module], Any] | None = None,
     separate_reduce_group: bool = False,
@@ -422,7 +422,7 @@ def fully_shard(
     shard_placement_fn: Placement | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 (torch's own default)
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008
-    ignored_params: set[nn.Parameter] | None = None,
+    ignored_params: Iterable[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
     compression: Compression | str | None = None,
     ownership: Ownership = "flat",
@@ -646,14 +646,15 @@ def _check_arguments(
     reshard_after_forward: bool | int | None,
     policy: MixedPrecisionPolicy,
     offload_policy: OffloadPolicy | None,
-    ignored_params: Collection[nn.Parameter] | None,
+    ignored_params: Iterable[nn.Parameter] | None,
     compression: Compression | str | None,
 ) -> _Arguments:
+    ignored = tuple(ignored_params or ())  # ``module.parameters()`` can be read once
     check_types(
         mesh=(mesh, DeviceMesh, 'a DeviceMesh, for example init_device_mesh("cpu", (2,))'),
         mp_policy=(policy, MixedPrecisionPolicy, "MixedPrecisionPolicy(param_dtype=torch.bfloat16)"),
         offload_policy=(offload_policy, (OffloadPolicy, type(None)), "OffloadPolicy() or CPUOffloadPolicy()"),
-        ignored_params=ignored_params,
+        ignored_params=ignored,
     )
     check_policy(policy)
     if mesh.ndim > 2:
@@ -677,7 +678,7 @@ def _check_arguments(
     collectives = EXACT if config is None else CompressedCollectives(config, mesh)
     host = HostMemory.of(offload_policy, info.device)
     keeps, secondary = _after_forward(reshard_after_forward, mesh)
-    return _Arguments(info, policy, host, config, collectives, keeps, secondary, frozenset(ignored_params or ()))
+    return _Arguments(info, policy, host, config, collectives, keeps, secondary, frozenset(ignored))
 
 
 def _divided_by_replica(mesh: object, sync: object) -> tuple[DeviceMesh, DeviceMesh]:

@@ -148,7 +148,7 @@ def test_a_forward_parametrizes_frozen_weights_that_are_whole_and_others_are_ref
     with pytest.raises(RuntimeError, match=r"'blocks\.0\.0\.weight' was deleted .*pass it in ignored_params"):
         model(mine(inputs()))
     other: Any = seeded(Parametrizes)
-    yafsdp_cc.shard(other, ignored_params=[layer.weight for layer in other.frozen])
+    yafsdp_cc.shard(other, ignored_params=(layer.weight for layer in other.frozen))
     agrees(other, plain, mine(inputs()))
 
 

@@ -29,13 +29,11 @@ TRAINED_IN = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 """Dtypes that weights may be computed in, and gradients summed in."""
 
 
-def check_types(
-    *, ignored_params: Collection[nn.Parameter] | None = None, **arguments: tuple[object, Any, str]
-) -> None:
+def check_types(*, ignored_params: Collection[nn.Parameter] = (), **arguments: tuple[object, Any, str]) -> None:
     """Raise a ``TypeError`` that names the first wrong one of ``arguments``: name=(value, types, types in words)."""
     ignored = {
         f"ignored_params[{index}]": (each, nn.Parameter, "parameters themselves, not their names")
-        for index, each in enumerate(ignored_params or ())
+        for index, each in enumerate(ignored_params)
     }
     for name, (value, kinds, wanted) in (arguments | ignored).items():
         if not isinstance(value, kinds):
