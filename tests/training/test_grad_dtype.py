@@ -8,8 +8,9 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 import yafsdp_cc
-from tests.models import Mlp
+from tests.models import WIDTH, Mlp
 from tests.ranks import ranks
+from tests.subclasses import Float8Weight
 from tests.twins import inputs, mine, refusal, same_gradients, seeded, square
 
 
@@ -19,16 +20,22 @@ def wide(model: nn.Module) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("how", ["before", "after", "offloaded"])
+@pytest.mark.parametrize("how", ["before", "after", "offloaded", "meta", "fully_shard"])
 @ranks(2)
 def test_gradients_are_added_up_in_their_own_dtype(how: str) -> None:
     """Also those that one backward reduces for several, with ``set_requires_gradient_sync(False)``."""
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     more = {"offload_policy": CPUOffloadPolicy()} if how == "offloaded" else {}
     model = seeded(Mlp).bfloat16()
-    model = yafsdp_cc.shard(model if how == "after" else wide(model), mp_policy=policy, **more)
+    if how in ("meta", "fully_shard"):
+        model = model.to("meta")
+    sharding = yafsdp_cc.fully_shard if how == "fully_shard" else yafsdp_cc.shard
+    model = sharding(model if how == "after" else wide(model), mp_policy=policy, **more)
     if how == "after":
         wide(model)
+    elif how == "fully_shard":
+        model.to_empty(device="cpu")
+    model.load_state_dict(seeded(Mlp).bfloat16().state_dict())
     for syncs in (True, False):
         plain = wide(seeded(Mlp).bfloat16())
         for step in range(8):
@@ -42,6 +49,20 @@ def test_gradients_are_added_up_in_their_own_dtype(how: str) -> None:
         model.zero_grad()
     square(model, mine(inputs()).bfloat16()).backward()
     assert {each.grad_dtype for each in yafsdp_cc.unshard_model(model).parameters()} == {torch.float32}
+
+
+@ranks(2)
+def test_parameters_of_a_tensor_subclass_have_theirs() -> None:
+    """The loss is linear: gradients do not depend on the weights, which are gathered in float8."""
+    model, plain = (nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.bfloat16) for _ in range(2))
+    model.weight = nn.Parameter(Float8Weight(model.weight.detach()))
+    yafsdp_cc.fully_shard(wide(model))
+    for step in range(8):
+        model(mine(inputs(step=step)).bfloat16()).sum().backward()
+        for x in inputs(step=step):
+            wide(plain)(x.bfloat16()).sum().backward()
+    assert plain.weight.grad is not None
+    same_gradients(model, {"weight": plain.weight.grad / 2}, within=1e-6)
 
 
 @ranks(2)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from yafsdp_cc.engine.layout import DIVIDED_AS, TensorParallel, joint_mesh
+from yafsdp_cc.forms.subclasses import with_grad_dtype
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -112,7 +113,7 @@ def without_data_parallel(tensor: Tensor, name: str, mesh: DeviceMesh, dims: Col
     part = DTensor.from_local(
         tensor._local_tensor.detach(), kept, placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
     )
-    parameter = nn.Parameter(part, requires_grad=tensor.requires_grad)
+    parameter = with_grad_dtype(nn.Parameter(part, tensor.requires_grad), tensor)
     grads = tuple(Partial() if dim in dims else placement for dim, placement in placed.items())
     parameter.__dict__.update(vars(tensor))  # attributes that users and frameworks have set on the parameter
     shown = SpmdParallel(kept, placements, tensor.shape, mesh, tuple(tensor.placements), grads)

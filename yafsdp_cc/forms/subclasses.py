@@ -21,7 +21,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ from torch.utils.dlpack import from_dlpack
 
 from yafsdp_cc.engine.layout import align
 
+AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 PLAIN = (nn.Parameter, Tensor, FakeTensor)
 """Classes of plain parameters and plain local tensors; ``FakeTensor`` occurs in estimates of memory."""
 PART_ALIGNMENT = 64
@@ -275,16 +276,24 @@ def plain_parameter(name: str, parameter: nn.Parameter) -> nn.Parameter:
             f"outer_stride) does not make one of its class again: {_REMEDY}"
         )
     values, layout = (parts[0], ()) if extends else _bytes_of(name, parameter, form, parts)
-    plain = nn.Parameter(values.detach(), requires_grad=parameter.requires_grad)
+    plain = with_grad_dtype(nn.Parameter(values.detach(), parameter.requires_grad), parameter)
     if not form.names:  # torch looks up entries of state dicts such as ``weight.absmax`` on the parameter
         plain.__dict__.update(vars(parameter) | dict(_properties(parameter)))
     plain.__dict__[SUBCLASS] = TensorSubclass(form, extends, False, layout, parameter.size(), parameter.stride())
     return plain
 
 
+def with_grad_dtype(fresh: AnyTensor, of: Tensor) -> AnyTensor:
+    """Return the tensor ``fresh`` with the ``grad_dtype`` of the one that it replaces, which no constructor takes."""
+    if of.grad_dtype != of.dtype:
+        fresh.grad_dtype = of.grad_dtype
+    return fresh
+
+
 def empty_like(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
     """Return an uninitialised parameter like this one on ``device``."""
-    fresh = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
+    values = torch.empty_like(parameter, device=device)
+    fresh = with_grad_dtype(nn.Parameter(values, parameter.requires_grad), parameter)
     if (subclass := subclass_of(parameter)) is not None:
         fresh.__dict__[SUBCLASS] = subclass
     return fresh
@@ -295,7 +304,7 @@ def leave_meta(plain: nn.Parameter, original: nn.Parameter) -> None:
     subclass = subclass_of(plain)
     if subclass is None or original.is_meta:
         return
-    fresh = nn.Parameter(subclass.form.parts(original)[0].detach(), requires_grad=plain.requires_grad)
+    fresh = with_grad_dtype(nn.Parameter(subclass.form.parts(original)[0].detach(), plain.requires_grad), plain)
     fresh.__dict__.update(vars(plain))
     torch.utils.swap_tensors(plain, fresh)
 

@@ -30,7 +30,7 @@ from yafsdp_cc.engine.param import Divisor
 from yafsdp_cc.engine.spec import EXACT, SPEC, spec_of, specs_below
 from yafsdp_cc.engine.state import GROUP, STATE
 from yafsdp_cc.forms.extensions import ClassFlatParam, ExtensionFlatParam, in_class_of
-from yafsdp_cc.forms.subclasses import SUBCLASS, subclass_of
+from yafsdp_cc.forms.subclasses import SUBCLASS, subclass_of, with_grad_dtype
 from yafsdp_cc.ranks.groups import backend_of
 from yafsdp_cc.ranks.mesh import all_gather_single, all_groups
 from yafsdp_cc.sharding.assembly import state_of
@@ -370,7 +370,7 @@ class ShardedModule(FSDPModule, nn.Module):
                     if moved.is_meta is ignored.is_meta:
                         ignored.data = moved
                     else:
-                        fresh = nn.Parameter(moved, ignored.requires_grad)
+                        fresh = with_grad_dtype(nn.Parameter(moved, ignored.requires_grad), ignored)
                         torch.utils.swap_tensors(ignored, fresh)  # the parameter remains the same object
                     if makes_empty(fn):
                         mark_unwritten(ignored)
@@ -784,10 +784,7 @@ def _unsharded_parameter(
         values = whole.to(device or sharded.device, copy=True)
     if parallel is not None:
         values = parallel.wrap_unsharded(values)
-    plain = nn.Parameter(values, requires_grad=sharded.requires_grad)
-    if sharded.grad_dtype != sharded.dtype:
-        plain.grad_dtype = sharded.grad_dtype
-    return plain
+    return with_grad_dtype(nn.Parameter(values, sharded.requires_grad), sharded)
 
 
 def is_first_of_model(state: FSDPState) -> bool:

@@ -29,7 +29,7 @@ from yafsdp_cc.forms.extensions import (
     row_layout,
 )
 from yafsdp_cc.forms.offload import HostFlatParam, HostReplicatedFlatParam
-from yafsdp_cc.forms.subclasses import subclass_of, tensors_of
+from yafsdp_cc.forms.subclasses import subclass_of, tensors_of, with_grad_dtype
 from yafsdp_cc.tensor.dtensor import flat_dtensor, follow_optimizers, take_grads_of_autograd
 from yafsdp_cc.tensor.rows import RowShardSpec
 from yafsdp_cc.tensor.shown import mark_replaced
@@ -205,9 +205,7 @@ def _replace(param: FSDPParam, buffer: Tensor, whole: nn.Parameter) -> None:
     """Replace the whole parameter by the sharded one, and free its memory."""
     local = param.local_range(buffer)
     local.copy_(param.spec.local_of(local_tensor(whole)))
-    parameter = nn.Parameter(flat_dtensor(local, param.spec), requires_grad=whole.requires_grad)
-    if whole.grad_dtype != whole.dtype:
-        parameter.grad_dtype = whole.grad_dtype
+    parameter = with_grad_dtype(nn.Parameter(flat_dtensor(local, param.spec), whole.requires_grad), whole)
     wraps = tensors_of(whole) if isinstance(param, ClassParam) else ()
     notes = {name: note for name, note in vars(whole).items() if all(note is not each for each in wraps)}
     parameter.__dict__.update(notes)  # attributes that users and frameworks have set on the parameter

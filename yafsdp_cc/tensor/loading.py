@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from yafsdp_cc.engine.param import owner_of
 from yafsdp_cc.forms.offload import HostFlatParam
-from yafsdp_cc.forms.subclasses import PLAIN, check_plain, subclass_of
+from yafsdp_cc.forms.subclasses import PLAIN, check_plain, subclass_of, with_grad_dtype
 from yafsdp_cc.ranks.checks import refused_together
 from yafsdp_cc.tensor.dtensor import FlatDTensor, flat_dtensor
 from yafsdp_cc.tensor.unwritten import makes_empty, mark_unwritten
@@ -100,7 +100,7 @@ def _leave_meta(part: FlatParam, param: FSDPParam) -> None:
 
 def _show(tensor: Tensor, param: FSDPParam) -> None:
     """Make ``tensor`` show the elements of ``param``, and remain the same object."""
-    fresh = flat_dtensor(param.local, param.spec, tensor.requires_grad)
+    fresh = with_grad_dtype(flat_dtensor(param.local, param.spec, tensor.requires_grad), tensor)
     fresh.__dict__.update(vars(tensor) | {"_local_tensor": param.local, "shard_spec": param.spec})
     torch.utils.swap_tensors(tensor, fresh)
     tensor._backward_hooks = tensor._backward_hooks  # registers hooks again, which ``swap_tensors`` leaves to ``fresh``
