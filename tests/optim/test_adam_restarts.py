@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch.distributed as dist
 
 import yafsdp_cc
 from tests.internals import mean_residuals_of, phase_of
-from tests.optim.slopes import FORMS, SETTINGS, Slope, Slopes, drawn, sharded, trained, weights
+from tests.optim.slopes import FORMS, SETTINGS, SHAPES, Slope, Slopes, drawn, sharded, trained, weights
 from tests.ranks import on_ranks, ranks
 from tests.soak import also
 from yafsdp_cc import Compression
@@ -95,6 +96,26 @@ def momentum_resumed(folder: Any, form: str) -> None:
 def test_a_run_goes_on_with_other_ranks_and_no_momentum_is_lost(before, after, form, tmp_path):
     on_ranks(before, momentum_saved, tmp_path, form)
     on_ranks(after, momentum_resumed, tmp_path, form)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, partial(OneBitAdam, warmup_steps=1, form="gradient")])
+@ranks(2)
+def test_gradients_that_another_form_has_not_sent_enter_the_momentum_as_gradients(kind: Any, tmp_path: Any) -> None:
+    """The checkpoint's residuals do not fit, so that their mean is carried over."""
+    before = sharded(compression={"residual": "bf16"})
+    saved = kind(before.parameters(), **SETTINGS)
+    trained(before, saved, range(6))
+    unsent, beta = mean_residuals_of(before), SETTINGS["betas"][0]
+    yafsdp_cc.save(tmp_path / "step", before, saved)
+    model = sharded()
+    optimizer = OneBitAdam(model.parameters(), **SETTINGS, warmup_steps=1, refreshes=0)
+    yafsdp_cc.load(tmp_path / "step", model, optimizer)
+    moments = {name: optimizer.state[each]["exp_avg"] for name, each in model.named_parameters() if name in unsent}
+    due = {name: beta * each.full_tensor() + (1 - beta) * unsent[name] for name, each in moments.items()}
+    model([torch.zeros(shape) for shape in SHAPES]).backward()
+    optimizer.step()
+    for name, moment in moments.items():
+        torch.testing.assert_close(moment.full_tensor(), due[name])
 
 
 @ranks(2)

@@ -369,10 +369,10 @@ class CompressedSum(Collective):
 
     def _end(self, own: Tensor | None) -> None:
         """Finish a sum; ``own`` [chunk] is this rank's own gradient where no message held it."""
-        self._is_decoded = True
-        if self._adds_carried:
-            self._added.append(self.carried_over)
-            self.carried_over = self._of_frozen(self.carried_over)
+        self._is_decoded, carried = True, self.carried_over if self._adds_carried else None
+        if carried is not None:
+            self._added.append(carried)
+            self.carried_over = self._of_frozen(carried)
         if self._adds_residual and not self._frozen:
             self._added.append(self.residual)
             self.residual = None
@@ -380,8 +380,8 @@ class CompressedSum(Collective):
             frozen = [param.local_range(self.momentum) for param in self._frozen]
             before = [part.clone() for part in frozen]
             self.momentum.mul_(self.schedule.beta)
-            if own is not None:
-                self._add_to_momentum(self.momentum, own, self.schedule.share)
+            for gradients in (each for each in (own, carried) if each is not None):
+                self._add_to_momentum(self.momentum, gradients, self.schedule.share)
             for part, values in zip(frozen, before, strict=True):
                 part.copy_(values)
 
