@@ -221,6 +221,26 @@ def test_learning_rates_are_tensors_too() -> None:
         assert all(a.equal(b) for a, b in zip(*(whole(each.parameters()) for each in (model, twin)), strict=True)), kind
 
 
+@pytest.mark.parametrize("kind", ["none", "adam-gradient"])
+@ranks(2)
+def test_a_new_optimizer_adds_no_micro_batch_of_before(kind: str) -> None:
+    def train(model: Any, optimizer: Any, steps: range) -> None:
+        for step in steps:
+            for number in range(2):
+                model.set_requires_gradient_sync(number == 1)
+                loss_of(model, 20 * number + step, dist.get_rank()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    used, fresh = sharded(), sharded()
+    settings = {} if kind == "none" else {"refreshes": 0}
+    train(used, FAMILY.get(kind, partial(torch.optim.AdamW, lr=0.01))(used.parameters(), **settings), range(5))
+    fresh.load_state_dict(used.state_dict())
+    for model in (used, fresh):
+        train(model, FAMILY["adam-momentum"](model.parameters(), refreshes=0), range(6, 12))
+    assert all(a.equal(b) for a, b in zip(*(whole(each.parameters()) for each in (used, fresh)), strict=True))
+
+
 # In words
 
 

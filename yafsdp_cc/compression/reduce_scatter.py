@@ -123,6 +123,11 @@ class CompressedSum(Collective):
         """Parameters of the buffer of which this sum has no gradient, as they are frozen, while others are trained."""
         self._deferred: set[FSDPParam] = set()
         """Parameters with deferred gradients, which the next sum sends even if they are frozen by then."""
+        self._pending: Tensor | None = None
+        """Deferred gradients of this rank's own chunk, [chunk] fp32; meaningless while none are deferred."""
+        self._poison: Tensor | None = None
+        """Scalar tensor: NaN if deferred gradients were not finite (residuals leave such blocks out), else zero. None
+        while no gradients are deferred."""
         self.is_unused = False
         """Whether a sum in the momentum form was made that the optimizer's step has not taken."""
         self._adds_carried = self._adds_residual = False
@@ -247,6 +252,7 @@ class CompressedSum(Collective):
     def reset(self) -> None:
         """Drop deferred gradients that are in no residual, and the leftovers of an interrupted sum."""
         self.is_unused = False
+        self._drop_deferred()
         if self._encoder is not None:
             self._encoder.restart()
         if not self._is_decoded:
@@ -256,12 +262,17 @@ class CompressedSum(Collective):
             self.clear()
 
     def clear(self) -> None:
-        """Clear residual and estimate. All ranks call ``clear``, with no reduce in flight."""
+        """Clear residual, deferred gradients and estimate. All ranks call ``clear``, with no reduce in flight."""
         self._is_decoded, self.is_unused = True, False
+        self._drop_deferred()
         if self.residual is not None:
             self.residual.clear()
         if self.estimate is not None:
             self.estimate.zero_()
+
+    def _drop_deferred(self) -> None:
+        self._poison = None
+        self._deferred.clear()
 
     def rescale(self, factor: float) -> None:
         """Multiply residual, carried-over gradients and estimate by ``factor``, the change of the loss scale."""
@@ -273,7 +284,7 @@ class CompressedSum(Collective):
             self.estimate.mul_(factor)
 
     def memory(self) -> Mapping[str, int]:
-        buffers = (self.residual, self.carried_over, self.estimate, self._encoder)
+        buffers = (self.residual, self.carried_over, self._pending, self.estimate, self._encoder)
         return {"residual": sum(each.nbytes for each in buffers if each is not None)}
 
     def planned_bytes(self) -> int:
@@ -435,11 +446,6 @@ class CompressedReduceScatter(CompressedSum, ReduceScatter):
         self._exact = ExactReduceScatter(layout.numel, flat.reduce_dtype, chunks=layout.uneven_chunks)
         others = layout.numel - layout.chunks[flat.rank]
         self._residual_shape = (1, others) if layout.uneven_chunks else (layout.world - 1, layout.chunks[0])
-        self._pending: Tensor | None = None
-        """Deferred gradients of this rank's own chunk, [chunk] fp32; meaningless while none are deferred."""
-        self._poison: Tensor | None = None
-        """Scalar tensor: NaN if deferred gradients were not finite (residuals leave such blocks out), else zero. None
-        while no gradients are deferred."""
         super().__init__(flat, schedule, codec)
 
     def _make_encoder(self, codec: str) -> Encoder:
@@ -482,6 +488,8 @@ class CompressedReduceScatter(CompressedSum, ReduceScatter):
         # a deferred gradient is added before the next sum multiplies the momentum by beta, so divide by beta here
         if self.momentum is not None and self.schedule.beta > 0:
             self._add_to_momentum(self.momentum, own, self.schedule.share / self.schedule.beta)
+            if self._poison is None:
+                self._pending = None  # sums would add what steps of the gradient form have left there
             return
         if self._pending is None:
             self._pending = torch.zeros(self.chunk, dtype=torch.float32, device=own.device)
@@ -547,8 +555,7 @@ class CompressedReduceScatter(CompressedSum, ReduceScatter):
             if self._poison is not None and self._pending is not None:
                 total.add_(self._pending.narrow(0, start, total.numel()))
             yield start, total
-        self._poison = None
-        self._deferred.clear()
+        self._drop_deferred()
 
     def _own_chunk_of(self, grads: Tensor) -> Tensor:
         return self.context.comm.own_chunk(grads, self.flat.layout.uneven_chunks)
@@ -564,11 +571,6 @@ class CompressedReduceScatter(CompressedSum, ReduceScatter):
         if pending.is_cuda:  # the reduce stream, which allocated ``pending``, must not reuse its memory yet
             pending.record_stream(torch.cuda.current_stream(pending.device))
         return pending if self.carried_over is None else pending + self.carried_over
-
-    def reset(self) -> None:
-        super().reset()
-        self._poison = None
-        self._deferred.clear()
 
     def unsent(self) -> Tensor:
         """Return what this rank has not sent yet to each rank, laid out like the gradients, fp32.
@@ -598,10 +600,6 @@ class CompressedReduceScatter(CompressedSum, ReduceScatter):
         if self.residual is not None:
             for chunks in other_chunks(values, self.flat.layout, self.flat.rank):
                 chunks.values.add_(self.residual.of(chunks).load())
-
-    def memory(self) -> Mapping[str, int]:
-        pending = 0 if self._pending is None else self._pending.nbytes
-        return {"residual": super().memory()["residual"] + pending}
 
 
 def message_sizes(layout: Layout, codec: Codec) -> list[int]:

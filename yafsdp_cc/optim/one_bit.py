@@ -386,7 +386,7 @@ class OneBitOptimizer(Optimizer):
             schedule.set_controller(self, self.max_grad_norm)
             state.outdated = True
         for compressed in self._encoded.values():  # drop the state of an earlier optimizer of the model
-            compressed.momentum = compressed.exact_mean = None
+            compressed.momentum = compressed.exact_mean = compressed.carried_over = None
             compressed.clear()
             compressed.bind_exact()  # a backward may come before the next forward
         self._schedules = tuple(states)
