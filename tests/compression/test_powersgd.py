@@ -129,6 +129,25 @@ def test_the_residual_stays_bounded():
     assert due.norm() < 20 * gradient.norm()
 
 
+@pytest.mark.parametrize("independent", range(4))
+def test_factors_hardly_depend_on_rounding(independent):
+    """Sums whose rows are in another order are rounded otherwise, as on ranks with more threads; bases are the same.
+
+    Sums of fewer ``independent`` columns than a factor has, and with rows of zeros, as of tokens that are not used.
+    """
+    one, other = (LowRank([Matrix(0, 90, 40)], [], 3, "unit", CPU) for _ in range(2))
+    order = torch.randperm(90)
+    other._pairs[0][0].copy_(one._pairs[0][0][order])
+    columns = torch.randint(-9, 9, (90, independent)).float() * (torch.arange(90) % 3 == 1).unsqueeze(-1)
+    sums = columns @ torch.randint(-9, 9, (independent, 3)).float()
+    one.advance(sums.flatten())
+    other.advance(sums[order].flatten())
+    found = factor(one, 0, False)
+    assert torch.allclose(found.t() @ found, torch.eye(3).double(), atol=1e-6)
+    assert torch.allclose(found @ found.t() @ sums.double(), sums.double(), atol=1e-5 * (1 + sums.norm()))
+    assert torch.allclose(found[order], factor(other, 0, False), atol=1e-7)
+
+
 def test_factors_start_alike_and_anew():
     one, other = low_rank(), low_rank()
     assert one.factors.equal(other.factors)

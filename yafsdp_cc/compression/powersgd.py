@@ -141,7 +141,7 @@ class LowRank:
         for pair in self._pairs:
             for factor in pair:
                 drawn = torch.randn(factor.shape, generator=draws, dtype=torch.float32, device="cpu")
-                factor.copy_(torch.linalg.qr(drawn).Q)
+                factor.copy_(_orthonormal(drawn, drawn))
         self.sends_right = False
 
     def encode(self, due: Tensor, message: Tensor) -> None:
@@ -187,8 +187,7 @@ class LowRank:
         for (_, sent, _), pair in zip(self._parts(total), self._pairs, strict=True):
             factor = pair[self.sends_right]
             finite = sent[0, 0].isfinite()
-            fresh = torch.linalg.qr(torch.where(finite, sent, 0.0)).Q
-            factor.copy_(torch.where(finite, fresh, factor))
+            factor.copy_(torch.where(finite, _orthonormal(torch.where(finite, sent, 0.0), factor), factor))
         self.sends_right = not self.sends_right
 
     def _parts(self, message: Tensor) -> list[tuple[Matrix, Tensor, Tensor]]:
@@ -203,6 +202,18 @@ class LowRank:
         place = sum(matrix.thin(self.sends_right, self.rank) for matrix in self.matrices)
         parts = message[place:].split([last - first for first, last in self.rest])
         return list(zip(parts, self.rest, strict=True))
+
+
+def _orthonormal(values: Tensor, before: Tensor) -> Tensor:
+    """Return an orthonormal basis of the columns of ``values``, in fp64; ``before`` is the one that it replaces.
+
+    Ranks round differently where they have other processors or numbers of threads, and gradients are lost where their
+    factors differ. Signs of columns, and all of a column beyond the rank of ``values``, would be such rounding: signs
+    make the diagonal of R positive, and a trace of ``before``, as small as the rounding of fp32, sets those columns.
+    """
+    wide = values.to(torch.float64)
+    basis, upper = torch.linalg.qr(wide + (1e-7 * wide.norm(dim=0) + 1e-60) * before.to(torch.float64))
+    return torch.where(upper.diagonal() < 0, -basis, basis)
 
 
 def _add_product(left: Tensor, right: Tensor, start: int, end: int, into: Tensor) -> None:
