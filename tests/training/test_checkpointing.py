@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
@@ -124,6 +125,46 @@ class Twice(nn.Module):
 
 def _ordered(model: nn.Module, x: Tensor, order: tuple[int, ...]) -> Tensor:
     return model(x, order).square().mean()
+
+
+class Hooked(nn.Module):
+    """Saves tensors as they are, by hooks, within a checkpoint or around one."""
+
+    def __init__(self, within: bool) -> None:
+        super().__init__()
+        self.enter = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Part(False, False) for _ in range(4))
+        self.within = within
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor
+        if self.within:
+            out = checkpoint(self._hooked_within, self.enter(x), use_reentrant=False)
+        else:
+            with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+                out = checkpoint(self._branches, self.blocks[2](self.enter(x)), use_reentrant=False)
+        return out
+
+    def _hooked_within(self, x: Tensor) -> Tensor:
+        first, second, third, last = self.blocks
+        x = second(first(x))
+        with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+            x = third(x)
+        out: Tensor = last(x)
+        return out
+
+    def _branches(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            constant = self.blocks[0](x)  # in the buffer of block 2
+        out: Tensor = self.blocks[1](x) + constant
+        return out
+
+
+@pytest.mark.parametrize("within", [True, False])
+@ranks(2)
+def test_hooks_for_saved_tensors_beside_checkpoints(within: bool) -> None:
+    model, plain = twins(lambda: Hooked(within), units=[Part])
+    trains_on(model, plain, square, [inputs(step=step) for step in range(2)], within=1e-6)
 
 
 class Leaves(nn.Module):

@@ -298,18 +298,18 @@ class ParamGroup(StepState):
             prefetch(self)
         return unsharded
 
-    def unshard_for_backward(self, unsharded: UnshardedParams, lent: int, *, needed: bool) -> bool:
-        """Gather the weights into the buffer that a forward read them from; return whether the backward uses it now.
+    def unshard_for_backward(self, unsharded: UnshardedParams, lent: int, *, needed: bool) -> UnshardedParams | None:
+        """Gather the weights into the buffer that a forward read them from; return them if the backward uses them now.
 
         Args:
             unsharded: the weights that the forward has read.
-            lent: how many users of the buffer are backwards that this one interrupts; they gather again behind it.
+            lent: how many users of the buffer have lent it, as backwards that this one interrupts; they gather again.
             needed: whether the backward certainly reads the weights; else another group may keep the buffer.
         """
         buffer = unsharded.buffer
         if not self.is_in(buffer):
             if buffer.users and not needed:
-                return False
+                return None
             if self.held is not None and self.held.buffer is buffer:
                 lent += 1  # held weights are refilled in place, so that the modules show the new ones
             if buffer.users > lent:
@@ -321,7 +321,7 @@ class ParamGroup(StepState):
             self._all_gather(unsharded)
         buffer.users += 1
         self.context.wait(buffer.handle)
-        return True
+        return unsharded
 
     def unshard_again(self, unsharded: UnshardedParams) -> None:
         """Gather the weights anew after another group used their buffer; ``users`` still counts this use."""

@@ -800,8 +800,11 @@ class GroupCall:
         """Whether the backward of this call gathers the group's weights."""
         self._fills = unsharded.buffer.fills
         self._versions = unsharded.buffer.versions
-        # Activation checkpointing saves tensors by hooks: the backward then reads recomputed tensors.
-        self._is_packed = _saved_tensor_hooks(False) is not None
+        # Activation checkpointing saves tensors by hooks: the backward then reads recomputed tensors. Other hooks, also
+        # those within a checkpoint, may keep views of the buffer: the backward then reads the buffer of this forward.
+        pack, _ = _saved_tensor_hooks(False) or (None, None)
+        self._is_packed = pack is not None
+        self._is_recomputed = getattr(pack, "__module__", None) == "torch.utils.checkpoint"
         iteration.calls.append(self)
 
     @property
@@ -827,9 +830,8 @@ class GroupCall:
             else:
                 self.begin(backward)
         # Let the stream of this output wait: a node on another stream may have begun the call.
-        begun = backward.begun.get(self)
-        if begun is not None and begun.uses_buffer:
-            self.group.context.wait(self.unsharded.buffer.handle)
+        if (begun := backward.begun.get(self)) is not None and begun.used is not None:
+            self.group.context.wait(begun.used.buffer.handle)
         if self.group.grads is not None:
             self.group.context.wait(self.group.grads.buffer.handle)
 
@@ -859,23 +861,22 @@ class GroupCall:
         group = self.group
         if not self._is_packed:  # this call is in no checkpoint, so the backward has left the last checkpoint
             backward.release_recomputed()
-        unsharded, uses_buffer = self.unsharded, False
-        if self._is_packed and group in backward.recomputed:
-            unsharded = backward.recomputed[group][-1]
-        elif self.needs_weights:
-            others = self.iteration.state.backwards[:-1]
-            lent = sum(each.count_uses(unsharded) for each in others)
-            uses_buffer = group.unshard_for_backward(unsharded, lent, needed=not self._is_packed)
-            self._fills = unsharded.buffer.fills
+        again = backward.recomputed.get(group, ()) if self._is_recomputed else ()
+        unsharded, used = again[-1] if again else self.unsharded, None
+        if self.needs_weights or again:
+            lent = sum(each.count_uses(unsharded) for each in self.iteration.state.backwards[:-1])
+            # a recomputed forward lends its buffer until the backward of its group begins, which gathers again
+            lent += sum(each.buffer is unsharded.buffer for each in chain(*backward.recomputed.values()))
+            used = group.unshard_for_backward(unsharded, lent, needed=bool(again) or not self._is_recomputed)
+            self._fills = self.unsharded.buffer.fills
         # where nothing is gathered, a tensor's hook that reads a weight gets the sharded one, not another group's
-        are_gathered = self.needs_weights or self._is_packed
-        group.register_unsharded(group.leaves(unsharded) if are_gathered else [p.parameter for p in group.params])
+        group.register_unsharded([p.parameter for p in group.params] if used is None else group.leaves(used))
         if backward.wants_grads:
             group.acquire_grad_buffer()
         if backward.reduces:
             self.iteration.prefetch_for_backward(group)
         span = group.backward_span.start() if group.context.traces else None
-        backward.begun[self] = BegunCall(uses_buffer, span)
+        backward.begun[self] = BegunCall(used, span)
 
     def end(self, backward: Backward) -> None:
         """End the backward of this call: release its weight buffer."""
@@ -883,14 +884,14 @@ class GroupCall:
         if begun.span is not None:
             group.backward_span.end(begun.span)
         group.register_sharded()
-        if begun.uses_buffer:
-            group.release(self.unsharded)
+        if begun.used is not None:
+            group.release(begun.used)
 
 
 class BegunCall(NamedTuple):
     """Buffer use and span of a ``GroupCall`` that a backward has begun."""
 
-    uses_buffer: bool
+    used: UnshardedParams | None
     span: Handle | None
 
 
@@ -957,15 +958,14 @@ class Backward:
 
     def count_uses(self, unsharded: UnshardedParams) -> int:
         """Return how often this backward uses the buffer of ``unsharded``."""
-        used = [call.unsharded for call, begun in self.begun.items() if begun.uses_buffer]
-        used += chain.from_iterable(self.recomputed.values())
-        return sum(each.buffer is unsharded.buffer for each in used)
+        used = (begun.used for begun in self.begun.values() if begun.used is not None)
+        return sum(each.buffer is unsharded.buffer for each in chain(used, *self.recomputed.values()))
 
     def gather_again(self) -> None:
         """Gather weights again whose buffers a backward within this one has used."""
         for call, begun in self.begun.items():
-            if begun.uses_buffer:
-                call.group.unshard_again(call.unsharded)
+            if begun.used is not None:
+                call.group.unshard_again(begun.used)
                 call._fills = call.unsharded.buffer.fills
         for group, recomputed in self.recomputed.items():
             for unsharded in recomputed:
