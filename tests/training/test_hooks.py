@@ -76,6 +76,47 @@ def test_hooks_run_for_what_a_rank_has_used(how: str) -> None:
             assert torch.allclose(found, parameter, rtol=1e-5, atol=1e-7), name
 
 
+@pytest.mark.parametrize("how", ["steps", "scales", "raises"])
+@ranks(2)
+def test_hooks_run_once_for_two_forwards_and_one_backward(how: str) -> None:
+    """As in contrastive training, whose loss is of two forwards: a hook sees the whole gradient."""
+    model, plain = twins(Mlp)
+    calls: list[nn.Parameter] = []
+
+    def act(parameter: Any) -> None:
+        calls.append(parameter)
+        if how == "steps":
+            parameter.add_(parameter.grad, alpha=-0.1)  # without torch.no_grad, as hooks run
+            parameter.grad = None
+        else:
+            parameter.grad.mul_(0.5)
+
+    for each in (model, plain):
+        for parameter in each.parameters():
+            parameter.register_post_accumulate_grad_hook(act)
+    x = inputs()[0]  # the same on all ranks
+    if how == "raises":
+        behind = x.clone().requires_grad_()
+        behind.register_hook(_interrupt)
+        with pytest.raises(ArithmeticError):  # when the gradients of the model are final
+            square(model, behind).backward()
+        assert not calls
+        model.zero_grad()
+    for each in (model, plain):
+        for step in range(2):
+            calls.clear()
+            (square(each, x) + square(each, 2 * x + step)).backward()
+            assert sorted(map(id, calls)) == sorted(map(id, each.parameters()))
+    for name, parameter in model.named_parameters():
+        truth = plain.get_parameter(name)
+        found = (parameter, truth) if how == "steps" else (parameter.grad, truth.grad)
+        torch.testing.assert_close(whole(found[0]), found[1], rtol=1e-5, atol=1e-6)
+
+
+def _interrupt(_: Any) -> None:
+    raise ArithmeticError
+
+
 @ranks(2)
 def test_module_hooks_of_users() -> None:
     model, plain = twins(stack)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -410,15 +411,11 @@ class ParamGroup(StepState):
         buffer.used_for = self.name
         buffer.fills += 1
         buffer.filled_in = context.passes
-        gather_span = handle = None
-        if context.traces:
-            gather_span = span("gather", self.name, sum(all_gather.planned_bytes() for all_gather, *_ in stale))
-            handle = gather_span.start()
+        nbytes = sum(all_gather.planned_bytes() for all_gather, *_ in stale) if context.traces else 0
         completes = any(all_gather.has_finish for all_gather, *_ in stale)
         issue = partial(context.gather_stream.issue, buffer.handle, start, finish if completes else None)
-        context.explained(partial(issue, after=buffer.last_use))
-        if gather_span is not None:
-            gather_span.end(handle)
+        with span("gather", self.name, nbytes) if context.traces else nullcontext():
+            context.explained(partial(issue, after=buffer.last_use))
         buffer.owner, buffer.versions, buffer.expired = self, versions, ()
         context.counters.gathered_bytes += sum(all_gather.sent_bytes for all_gather, *_ in stale)
 
@@ -560,17 +557,13 @@ class ParamGroup(StepState):
         sums = context.replicas is None or context.replicas.sums
         operation = "reduce" if sums else "reduce, not over replicas,"
         context.fingerprint.agree(operation, self.name, self.flats, context.describe)
-        reduce_span = handle = None
-        if context.traces:
-            reduce_span = span("reduce", self.name, sum(flat.reduce_scatter.planned_bytes() for flat in grads.flats))
-            handle = reduce_span.start()
-        for flat, whole, written in zip(grads.flats, grads.flat, used, strict=True):
-            finish = partial(flat.complete_reduce, whole, written)
-            context.issue_reduce(grads.buffer, partial(flat.reduce_scatter.start, whole), finish)
-            context.reduced.append((flat, written))
-            context.counters.reduced_bytes += flat.reduce_scatter.sent_bytes
-        if reduce_span is not None:
-            reduce_span.end(handle)
+        nbytes = sum(flat.reduce_scatter.planned_bytes() for flat in grads.flats) if context.traces else 0
+        with span("reduce", self.name, nbytes) if context.traces else nullcontext():
+            for flat, whole, written in zip(grads.flats, grads.flat, used, strict=True):
+                finish = partial(flat.complete_reduce, whole, written)
+                context.issue_reduce(grads.buffer, partial(flat.reduce_scatter.start, whole), finish)
+                context.reduced.append((flat, written))
+                context.counters.reduced_bytes += flat.reduce_scatter.sent_bytes
         for observer in context.observers:
             observer.after_reduce(self.name)
 

@@ -249,9 +249,9 @@ def _asks(param: FSDPParam) -> bool:
     return parameter.requires_grad and (parameter.grad is None or bool(parameter._post_accumulate_grad_hooks))
 
 
-def hand_out_grads(reduced: Mapping[FSDPParam, bool], flags: Tensor | None) -> None:
-    """Give parameters that another rank alone has used their ``.grad``, and run post-accumulate-grad hooks of those
-    that any rank has used: an optimizer in such a hook must not move others, whose ``.grad`` is of an earlier step.
+def hand_out_grads(reduced: Mapping[FSDPParam, bool], flags: Tensor | None) -> list[FSDPParam]:
+    """Give parameters that another rank alone has used their ``.grad``; return those that any rank has used, in order.
+    Their post-accumulate-grad hooks run: an optimizer in a hook must not move others, whose ``.grad`` may be older.
     ``flags`` are ``usage_flags`` of ``reduced``, summed over ranks; None without other ranks."""
     used = {param for param, was_written in reduced.items() if was_written}
     asked = [param for param in reduced if param not in used and _asks(param)]
@@ -261,7 +261,6 @@ def hand_out_grads(reduced: Mapping[FSDPParam, bool], flags: Tensor | None) -> N
             if counts[param.index]:
                 used.add(param)
                 param.parameter.grad = param.grad if param.parameter.grad is None else param.parameter.grad
-    for param in reduced:  # hooks run in the same order on all ranks: they may communicate
+    for param in reduced:
         param.is_withheld = False
-        for hook in (param.parameter._post_accumulate_grad_hooks or {}).values() if param in used else ():
-            hook(param.parameter)
+    return [param for param in reduced if param in used]

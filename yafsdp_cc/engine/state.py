@@ -90,6 +90,8 @@ class _ModelStep(StepState):
     """Functions to run on the outputs of modules whose forwards are under way, the innermost forward's last."""
     backwards: list[Backward] = transient(list)
     """Backwards under way, each within the one before it; an exception that ends one leaves it in this list."""
+    _hooked: dict[FSDPParam, None] = transient(dict)
+    """Parameters whose post-accumulate-grad hooks are to run, in order, when the outermost backward returns."""
     awaited_backwards: int = history(0)
     """Number of forwards whose backwards may come, all with weights of the version ``_awaited_version``."""
     _awaited_version: int = history(-1)
@@ -270,7 +272,7 @@ class FSDPState(_ModelStep):
         if self.backwards or self.interrupted:
             self.reset()
         self.contents.check()
-        context = self.context
+        context, self._hooked = self.context, {}  # no hook runs that an exception has kept back
         context.traces = profiler._is_profiler_enabled or NVTX_LISTENS
         for observer in context.observers:  # before weights expire, as the one of ``skip_together`` may raise
             observer.before_forward()
@@ -393,8 +395,7 @@ class FSDPState(_ModelStep):
 
     def post_forward(self, group: ParamGroup, entered: GroupForward, output: Any) -> Any:
         """End a forward of a group's module: the buffer may be refilled, and outputs tell when the backward begins."""
-        if entered.span is not None:
-            group.forward_span.end(entered.span)
+        group.forward_span.end(entered.span)
         unsharded = entered.unsharded
         dtype = group.spec.policy.output_dtype
         if _graph_task() != -1:
@@ -519,7 +520,7 @@ class FSDPState(_ModelStep):
         wants_grads = self.context.wants_grads
         reduces = wants_grads and not any(each.reduces for each in self.backwards)
         backward = Backward(task, wants_grads, reduces)
-        end = partial(self._end_backward, backward)
+        end = partial(self._return_from_backward, backward)
         backward.is_running = weakref.ref(end)
         torch.autograd.Variable._execution_engine.queue_callback(end)
         with torch.no_grad():
@@ -537,8 +538,7 @@ class FSDPState(_ModelStep):
         """End a backward: every gradient summed, divided and in its place."""
         context = self.context
         if any(param.parameter.requires_grad for param in self.params):
-            if backward.recomputed:
-                backward.release_recomputed()
+            backward.release_recomputed()
             for group in self.groups:  # a backward within this one, or an earlier one, may have left gradients
                 group.collect_grads(group.held)
                 on_leaves = any(leaf.grad is not None for leaf in group.unsharded.leaves)
@@ -579,15 +579,14 @@ class FSDPState(_ModelStep):
         flags = usage_flags(reduced, len(self.params), self._is_fed)
         context.reduced.clear()
         context.fingerprint.agree(FINAL_REDUCE, self.final_reduce, replicated.flats, context.describe)
-        span = _REPLICATED_SPAN.start() if context.traces else None
-        totals = context.explained(partial(replicated.all_reduce, flags))
-        if span is not None:
-            _REPLICATED_SPAN.end(span)
+        with _REPLICATED_SPAN:
+            totals = context.explained(partial(replicated.all_reduce, flags))
         context.counters.reduced_bytes += replicated.sent_bytes()
         replicated.add_to_grads()
         self._has_new_grads = True
         self.wait_for_transfers()
-        hand_out_grads(reduced, totals if context.gather.comm.world > 1 or context.replicas is not None else None)
+        is_alone = context.gather.comm.world == 1 and context.replicas is None
+        self._hooked.update(dict.fromkeys(hand_out_grads(reduced, None if is_alone else totals)))
         for observer in context.observers:
             observer.after_final_reduce()
 
@@ -616,6 +615,16 @@ class FSDPState(_ModelStep):
             for group in self.groups:
                 group.release_held()
         self.wait_for_transfers()
+
+    def _return_from_backward(self, backward: Backward) -> None:
+        """End ``backward``, which has run all its nodes, and run hooks of gradients to which no root gate will add."""
+        self._end_backward(backward)
+        if not self.backwards:
+            hooked, self._hooked = self._hooked, {}
+            with torch.no_grad():
+                for param in hooked:  # in the same order on all ranks: hooks may communicate
+                    for hook in (param.parameter._post_accumulate_grad_hooks or {}).values():
+                        hook(param.parameter)
 
     def wait_for_transfers(self) -> None:
         """Block the host until no copy reads or writes shards in host memory, so that the caller may do so."""
@@ -881,8 +890,7 @@ class GroupCall:
     def end(self, backward: Backward) -> None:
         """End the backward of this call: release its weight buffer."""
         group, begun = self.group, backward.begun.pop(self)
-        if begun.span is not None:
-            group.backward_span.end(begun.span)
+        group.backward_span.end(begun.span)
         group.register_sharded()
         if begun.used is not None:
             group.release(begun.used)
