@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import yafsdp_cc
@@ -86,16 +90,6 @@ def test_means_are_over_the_ranks_with_data(world: int) -> None:
     on_ranks(world, _trains_in_all_ways, world)
 
 
-class Hidden:
-    def __init__(self, value: Tensor) -> None:
-        self.value = value
-
-
-class Hides(Mlp):
-    def forward(self, x: Tensor) -> Any:
-        return Hidden(super().forward(x))
-
-
 @ranks(2)
 def test_refused() -> None:
     with pytest.raises(ValueError, match="Mlp is not sharded"), yafsdp_cc.uneven(Mlp()):
@@ -103,12 +97,13 @@ def test_refused() -> None:
     model: Any = yafsdp_cc.shard(seeded(Mlp), units=["blocks.*"])
     with pytest.raises(ValueError, match="is a part of one"), yafsdp_cc.uneven(model.blocks[0]):
         pass
-    hides: Any = yafsdp_cc.shard(seeded(Hides))
-    with yafsdp_cc.uneven(hides) as batches:
-        loop = batches(inputs()[:1] if dist.get_rank() else [])
-        batch = next(loop)
-        with pytest.raises(RuntimeError, match="what FSDPHides returns, a Hidden"):
-            hides(batch)
+    mixes: Any = yafsdp_cc.shard(nn.Sequential(nn.Linear(4, 4), nn.SyncBatchNorm(4)))
+    experts: Any = seeded(Mlp)
+    alone = init_device_mesh("cpu", (2, 1), mesh_dim_names=("experts", "shard"))["shard"]
+    yafsdp_cc.fully_shard(experts.blocks[0], mesh=alone)
+    for each in (mixes, yafsdp_cc.fully_shard(experts)):
+        with pytest.raises(ValueError, match="SyncBatchNorm, and of experts"), yafsdp_cc.uneven(each):
+            pass
 
 
 @ranks(2)
@@ -122,21 +117,59 @@ def test_a_loop_may_pop_entries_of_its_batches() -> None:
     assert [each.keys() for each in own] == [{"x", "seen"}] * len(own)  # the loop had the batches themselves
 
 
-class Twice(Mlp):
-    def forward(self, x: Tensor) -> Any:
+class Rollout(Mlp):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def twice(self, x: Tensor) -> Any:
         out = super().forward(x)
         return {"out": out, "hidden": [out]}
 
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x * self.scale)
+        self.aside = out.square().mean()
+        return out
+
+
+def _chain(model: Any, x: Tensor) -> Tensor:
+    for _ in range(3):
+        x = x + F.pad(model(x), (0, WIDTH - 5))
+    return x.square().mean()
+
+
+def _parts(model: Any, x: Tensor) -> Tensor:
+    loss: Tensor = model.leave(model.blocks[1](model.blocks[0](model.enter(x)))).square().mean()
+    return loss
+
+
+WAYS: list[Callable[[Any, Tensor], Tensor]] = [
+    _chain,
+    _parts,
+    lambda model, x: model.twice(x)["out"].square().mean(),
+    lambda model, x: model(x).sum() * 0 + model.aside,
+]
+
 
 @ranks(2)
-def test_a_tensor_that_is_returned_twice_is_weighed_once() -> None:
-    model, plain = yafsdp_cc.shard(seeded(Twice)), seeded(Mlp)
-    with yafsdp_cc.uneven(model) as batches:
-        for batch in batches(inputs()[:1] if dist.get_rank() else []):
-            model(batch)["out"].square().mean().backward()
-    square(plain, inputs()[0]).backward()
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(whole(parameter.grad), plain.get_parameter(name).grad)
+def test_a_gradient_is_weighed_once_whichever_way_it_takes() -> None:
+    """Also where a repeated batch has an infinite loss, in parameters that are sharded, replicated or ignored."""
+    for ignores, way in product((False, True), WAYS):
+        model, plain = seeded(Rollout), seeded(Rollout)
+        yafsdp_cc.shard(model, units=["blocks.*"], ignored_params={model.scale} if ignores else None)
+        yafsdp_cc.register_forward_method(model, "twice")
+        with yafsdp_cc.uneven(model) as batches:
+            for batch in batches(inputs()[:1] if dist.get_rank() else []):
+                (way(model, batch) * (1 if batches.weight else math.inf)).backward()
+        way(plain, inputs()[0]).backward()
+        for name, parameter in plain.named_parameters():
+            found = model.get_parameter(name).grad
+            if ignores and parameter is plain.scale and found is not None:
+                dist.all_reduce(found)
+                found /= 2
+            elif found is not None:
+                found = whole(found)
+            torch.testing.assert_close(found, parameter.grad)
 
 
 def _decoded(fails: bool) -> Any:

@@ -12,14 +12,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from yafsdp_cc.batches.skipped import check_outside_of_block
-from yafsdp_cc.engine.autograd import map_tensors
 from yafsdp_cc.fsdp2.module import require_state
 from yafsdp_cc.ranks.checks import all_gather_objects
 from yafsdp_cc.ranks.mesh import all_groups, all_reduce_over
 from yafsdp_cc.replicas.sync import refuse_sync
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
+    from yafsdp_cc.engine.state import FSDPState
 
 Batch = TypeVar("Batch")
 
@@ -31,10 +30,10 @@ class UnevenBatches:
     """Weight of this rank's batch in a mean over ranks: the number of ranks divided by the number of ranks that have a
     batch; 0 if this rank's own batches have ended. Multiply reported values by it."""
 
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self._mesh = mesh
+    def __init__(self, state: FSDPState) -> None:
+        self._mesh, self._params = state.context.info.mesh, state.params
         self._is_in_loop = False
-        self.weight = 1.0
+        self._weigh(1.0)
 
     def __call__(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Yield this rank's ``batches``, then its last one again with weight 0, until the batches of all ranks have
@@ -64,10 +63,15 @@ class UnevenBatches:
                     last = next(each[0] for each in offered if each)
                 last = _copied(batch) if has_data else last
                 is_first = False
-                self.weight = self._mesh.size() / count if has_data else 0.0
+                self._weigh(self._mesh.size() / count if has_data else 0.0)
                 yield batch if has_data else _copied(last)
         finally:
-            self.weight = 1.0
+            self._weigh(1.0)
+
+    def _weigh(self, weight: float) -> None:
+        self.weight = weight
+        for param in self._params:
+            param.factor = weight
 
     def leave(self) -> None:
         """Tell the other ranks if this one leaves a loop before its end; raise if they do not leave it."""
@@ -126,8 +130,9 @@ def uneven(model: nn.Module) -> Iterator[UnevenBatches]:
 
     A rank whose loader has ended repeats its last batch with zero gradients, so that it takes part in collectives and
     updates its shards; gradients are averaged over the ranks that had a batch. All ranks leave the loop after the same
-    number of batches; all ranks must ``break`` or ``return`` together. The weight applies to gradients of ``model``'s
-    outputs; terms of a loss that read parameters directly (weight decay, penalties) are not weighted.
+    number of batches; all ranks must ``break`` or ``return`` together. The weight applies to gradients of parameters,
+    whichever of ``model``'s modules or methods are called; terms of a loss that read sharded parameters outside of them
+    (weight decay, penalties) are not weighted, nor are other models.
 
     Args:
         model: the model that was passed to ``shard``.
@@ -136,41 +141,31 @@ def uneven(model: nn.Module) -> Iterator[UnevenBatches]:
         An ``UnevenBatches``: call it on this rank's batches; it has the ``weight`` of each.
 
     Raises:
-        ValueError: ``model`` is not sharded, only a part of a sharded model, or sharded with ``sync``.
-        RuntimeError: on all ranks: a forward's output is of a type in which tensors cannot be found, or some ranks have
-            left the loop and others have not.
+        ValueError: ``model`` is not sharded, only a part of a sharded model, or sharded with ``sync``; or its ranks
+            exchange gradients within a layer.
+        RuntimeError: on all ranks: some ranks have left the loop and others have not.
     """
     state = require_state(model)
     refuse_sync("uneven", model)
     if state.model is not model:
         raise ValueError(f"uneven takes the whole sharded model; this {type(model).__name__} is a part of one")
-    batches = UnevenBatches(state.context.info.mesh)
+    meshes = {spec.info.mesh for spec in state.specs}
+    if len(meshes) > 1 or any(isinstance(each, nn.SyncBatchNorm) for each in model.modules()):
+        raise ValueError(
+            "uneven weighs each rank's gradients by its own batch; those of SyncBatchNorm, and of experts with a mesh "
+            "of their own, come from several: have as many batches on all ranks, by DistributedSampler(drop_last=True)"
+        )
+    ignored = {each for spec in state.specs for each in spec.ignored if each.requires_grad}
+    batches = UnevenBatches(state)
 
-    def weigh(module: nn.Module, _: Any, output: Any) -> None:
-        weight, seen = batches.weight, list[Tensor]()
+    def weighed(grad: Tensor) -> Tensor:
+        return grad * batches.weight if batches.weight else torch.zeros_like(grad)
 
-        def weighed(grad: Tensor) -> Tensor:
-            return grad * weight if weight else torch.zeros_like(grad)
-
-        def register(tensor: Tensor) -> Tensor:
-            if tensor.requires_grad and all(tensor is not each for each in seen):  # a model may return a tensor twice
-                tensor.register_hook(weighed)
-            seen.append(tensor)
-            return tensor
-
-        if weight == 1 or not torch.is_grad_enabled():
-            return
-        map_tensors(output, register)
-        if not any(tensor.requires_grad for tensor in seen):
-            raise RuntimeError(
-                f"uneven: no tensor with a gradient was found in what {type(module).__name__} returns, a "
-                f"{type(output).__name__}: return a tensor, tuple, list, dict or dataclass, or a class registered with "
-                "pytree"
-            )
-
-    hook = model.register_forward_hook(weigh)
+    hooks = [each.register_hook(weighed) for each in ignored]
     try:
         yield batches
         batches.leave()
     finally:
-        hook.remove()
+        batches._weigh(1.0)
+        for hook in hooks:
+            hook.remove()

@@ -52,6 +52,8 @@ class FSDPParam(StepState):
     """Whether the sum under way holds no gradient of the parameter, which is frozen, but residuals or estimates."""
     written: bool = unreduced(False)
     """Whether a backward has written to ``unsharded_grad`` since the last reduce."""
+    factor: float = 1.0
+    """Factor of the gradients that a backward writes; 0 makes zeros of infinite ones, too."""
 
     def __init__(
         self,
@@ -115,6 +117,7 @@ class FSDPParam(StepState):
             # ``torch.autograd.grad``, on its way to an input, wants no gradients of parameters
             if (target := self.unsharded_grad) is None:
                 return
+        grad = grad if self.factor == 1 else grad * self.factor if self.factor else torch.zeros_like(grad)
         if grad.is_sparse or (self.written and type(grad) is not Tensor):
             grad = grad.to_dense() if grad.is_sparse else torch.empty_like(target).copy_(grad)
         (target.add_ if self.written else target.copy_)(grad)
@@ -491,11 +494,8 @@ class UnshardedGrads:
         self.flat = [buffer.view(start, flat.layout.numel, flat.reduce_dtype) for start, flat in places]
         """View of ``buffer`` for each ``FlatParam``'s unsharded gradients, [world * chunk]."""
         self.views = [view for flat, whole in zip(flats, self.flat, strict=True) for view in flat.views(whole)]
-        self._padding = [
-            whole.narrow(0, start, end - start)
-            for flat, whole in zip(flats, self.flat, strict=True)
-            for start, end in flat.layout.gaps
-        ]
+        padded = zip(flats, self.flat, strict=True)
+        self._padding = [whole[start:end] for flat, whole in padded for start, end in flat.layout.gaps]
 
     def zero_unwritten(self) -> list[list[bool]]:
         """Zero unwritten gradients, as the buffer may hold another group's; return which are written, by flat."""

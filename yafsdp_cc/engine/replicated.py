@@ -179,8 +179,8 @@ class ReplicatedParams:
 
     def accumulate_grads(self, params: Sequence[FSDPParam], grads: Sequence[Tensor | None]) -> None:
         """Write the gradients of a backward into the buffer that is summed: copied on first touch, added afterwards."""
-        found = [(p, grad) for p, grad in zip(params, grads, strict=True) if grad is not None]
-        fresh = {p: g for p, g in found if p.parameter.requires_grad and not (p.written or g.is_sparse)}
+        found = [(p, g) for p, g in zip(params, grads, strict=True) if g is not None and p.parameter.requires_grad]
+        fresh = {p: g for p, g in found if not (p.written or g.is_sparse or p.factor != 1)}
         if fresh:  # one kernel copies all
             torch._foreach_copy_(cast("list[Tensor]", [p.unsharded_grad for p in fresh]), list(fresh.values()))
         for param, grad in found:
