@@ -118,17 +118,23 @@ def test_replicas_stay_alike_and_go_where_adamw_goes(form):
     on_ranks(4, over_replicas, form)
 
 
-@pytest.mark.parametrize("over_replicas", [False, True])
+@pytest.mark.parametrize(
+    ("scope", "has_partial_sums"), [(None, False), ("replicate", False), ("shard", False), ("shard", True)]
+)
 @ranks(2)
-def test_the_second_moment_learns_from_exact_sums_that_are_clipped_like_the_others(over_replicas: bool) -> None:
+def test_the_second_moment_learns_from_exact_sums_that_are_clipped_like_the_others(
+    scope: str | None, has_partial_sums: bool
+) -> None:
     ranks, rank = dist.get_world_size(), dist.get_rank()
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")) if over_replicas else None
-    model = sharded(mesh=mesh)
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")) if scope else None
+    model = sharded(mesh=mesh, compression={"scope": scope or "auto"})
     settings: dict[str, Any] = SETTINGS | {"form": "gradient", "refreshes": 1, "max_grad_norm": 5.0}
     optimizer = OneBitAdam(model.parameters(), **settings, warmup_steps=3)
     weight = model.parts[0].weight
     for step in range(8):
         for sign in (-1, 1):  # what is below 0, and what is above, are two sums of the step
+            if has_partial_sums:  # the first one waits for the second one's sum over replicas
+                model.set_requires_all_reduce(sign > 0)
             model([each * (sign * each > 0) for each in drawn(step, rank)]).backward()
         before = optimizer.state[weight]["exp_avg_sq"].full_tensor()
         mean = torch.stack([drawn(step, each)[0] for each in range(ranks)]).mean(0)

@@ -119,6 +119,8 @@ class CompressedSum(Collective):
         """Whether the messages encoded last were decoded into the estimate."""
         self._encoder = None if self.codec_name == EXACT else self._make_encoder(codec)
         self._encodes = self._keeps_exact = self._adds_exact = self._is_momentum = False
+        self._waits = False
+        """Whether ``exact_mean`` has partial sums that wait for a later sum over replicas, and ``.grad`` does not."""
         self._frozen: list[FSDPParam] = []
         """Parameters of the buffer of which this sum has no gradient, as they are frozen, while others are trained."""
         self._deferred: set[FSDPParam] = set()
@@ -213,6 +215,8 @@ class CompressedSum(Collective):
                 )
         if self.schedule.phase.keeps_exact:
             self.reserve_exact_mean()
+            waiting = () if self.schedule.over_replicas else self.schedule.state.context.reduced
+            self._waits = any(flat is self.flat for flat, _ in waiting)
 
     def reserve_exact_mean(self) -> None:
         """Make ``exact_mean`` unless it exists.
@@ -309,8 +313,8 @@ class CompressedSum(Collective):
             if is_frozen:
                 self._frozen.append(param)
             param.is_left_out = is_frozen and (self._encodes or self._adds_carried)
-        self._adds_exact = self.exact_mean is not None and has_grad
-        if self._adds_exact:
+        self._adds_exact = self.exact_mean is not None and (has_grad or self._waits)
+        if self._adds_exact and not self._waits:
             self.drop_cleared_means()
         if encodes or self._keeps_exact:
             schedule.clip_gradients(self.flat.name, grads)

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
@@ -26,6 +27,7 @@ from yafsdp_cc.compression.schedule import EXACT_GRADIENTS, CompressionSchedule,
 from yafsdp_cc.compression.state import compressed_sum_of
 from yafsdp_cc.engine.param import owner_of
 from yafsdp_cc.engine.state import engine_of
+from yafsdp_cc.ranks.mesh import all_groups, all_reduce_over
 from yafsdp_cc.sharding.hooks import current_state
 from yafsdp_cc.tensor.dtensor import FlatDTensor, flat_dtensor
 
@@ -498,6 +500,9 @@ class OneBitOptimizer(Optimizer):
         scale = scales.pop()
         for each in dict.fromkeys(self._encoded.values()):
             each.drop_cleared_means()
+            if each.exact_mean is not None and not each.schedule.over_replicas:  # a sum within this replica so far
+                mesh = each.schedule.state.context.info.mesh
+                all_reduce_over(all_groups(mesh)[1:], each.exact_mean, dist.ReduceOp.SUM, mesh)
         found: list[tuple[Any, Tensor]] = []
         for parameter in self._parameters:
             param, compressed = _fsdp_param(parameter), self._encoded.get(id(parameter))
