@@ -229,6 +229,34 @@ def test_what_is_unfrozen_between_exact_sums_waits_for_one(kind: Any, settings: 
     assert (after - before).abs().max() < 0.2
 
 
+@pytest.mark.parametrize(
+    ("kind", "settings", "first", "seen"),
+    [
+        (ZeroOneAdam, {"refreshes": 1}, 0, 2),  # of the steps 1, 3, 7, ...
+        (OneBitAdam, {"refreshes": 0, "warmup_steps": 2}, 1, 1),
+        (OneBitLamb, {"refreshes": 0, "warmup_steps": 2, "form": "gradient"}, 1, 1),
+    ],
+)
+@ranks(2)
+def test_a_second_moment_that_begins_in_the_last_exact_step_waits_for_no_other(
+    kind: Any, settings: dict[str, Any], first: int, seen: int, tmp_path: Any
+) -> None:
+    """A part is unfrozen for that step, and the run is saved just after."""
+
+    def fresh() -> tuple[Any, Any]:
+        model = sharded()
+        return model, kind(model.parameters(), **SETTINGS, **settings)
+
+    def train(model: Any, optimizer: Any, steps: range) -> None:
+        for step in steps:
+            model.parts[1].requires_grad_(step >= first)
+            trained(model, optimizer, range(step, step + 1))
+        found = optimizer.state[model.parts[1].weight]["variance_step"]
+        assert found == (seen if steps.stop == 5 else 1)
+
+    goes_on_alike(fresh, train, tmp_path / "step", first + 1, 5)
+
+
 @ranks(2)
 def test_steps_are_counted_that_no_parameter_has_seen(tmp_path: Any) -> None:
     """No parameter is trained in all of the steps."""

@@ -99,8 +99,7 @@ class OneBitAdam(OneBitOptimizer):
         """The phase of the next step: ``BOTH`` in place of ``ENCODED`` if a second moment has seen no gradient yet."""
         phase = super().phase
         new = phase is Phase.ENCODED and any(
-            state.get("variance_step") == 0 and (state["step"] > 0 or parameter.grad is not None)
-            for parameter, state in self.state.items()
+            each.get("variance_step") == 0 < each["step"] for each in self.state.values()
         )
         return Phase.BOTH if new else phase
 

@@ -213,9 +213,9 @@ class OneBitOptimizer(Optimizer):
                 self._warn_of_clipping(gradients)
             self._drop_exact_means()
         self._set_steps(self.steps + 1)
-        # set the phase before the all-gathers of ``_update_all``, which are exact or deltas as in the next step
-        self._plan_phase()
+        self._plan_phase()  # the all-gathers of ``_update_all`` are exact or deltas as in the next step
         self._update_all(phase)
+        self._plan_phase()  # whether a second moment has still seen no gradient is known now
         return loss
 
     def _set_steps(self, steps: int) -> None:
