@@ -91,6 +91,27 @@ def test_the_limit_is_one_of_all_gradients_encoded_or_not(form: str) -> None:
         assert (found - wanted).norm() < (1e-5 if form == "gradient" else 0.2) * wanted.norm()
 
 
+@pytest.mark.parametrize("to_none", [True, False])
+@ranks(2)
+def test_gradients_without_a_codec_that_are_cleared_before_the_step_are_in_no_norm(to_none: bool) -> None:
+    """As DINO clears those of its last layer at first; against AdamW in one process."""
+    model = sharded(Lossless.name, compression={"overrides": {"parts.1.*": "fp32"}})
+    optimizer = led(model, form="gradient", refreshes=1000, warmup_steps=2)
+    whole = Slopes()
+    adamw = torch.optim.AdamW(whole.parameters(), **SETTINGS)
+    for step in range(5):
+        for rank in range(2):
+            (whole(drawn(step, rank)) / 2).backward()
+        model(drawn(step, dist.get_rank())).backward()
+        for each, own in ((model, optimizer), (whole, adamw)):
+            each.parts[1].zero_grad(set_to_none=to_none)
+            clip_grad_norm_(each.parameters(), LIMIT)
+            own.step()
+            own.zero_grad()
+    found, wanted = optimizer.state[model.parts[0].weight], adamw.state[whole.parts[0].weight]
+    torch.testing.assert_close(found["exp_avg_sq"].full_tensor(), wanted["exp_avg_sq"], rtol=1e-4, atol=1e-9)
+
+
 @ranks(2)
 def test_what_is_far_off_on_one_rank_is_clipped_there() -> None:
     def momenta(factor: float) -> list[torch.Tensor]:

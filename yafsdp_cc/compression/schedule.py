@@ -10,6 +10,7 @@ import warnings
 import weakref
 from collections.abc import Mapping, Sequence
 from enum import Enum
+from functools import partial
 from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from yafsdp_cc.compression.config import Compression
+    from yafsdp_cc.engine.param import FSDPParam
     from yafsdp_cc.engine.state import FSDPState
 
 EXACT_GRADIENTS = "gradients without a codec"
@@ -154,7 +156,7 @@ class CompressionSchedule(CompressionObserver):
         """Clips gradients before they are encoded, in the momentum form only."""
         self.has_limit = False
         """Whether the optimizer has a limit of the mean gradient's norm."""
-        self.exact_norms: list[Tensor] = []
+        self.exact_norms: list[tuple[FSDPParam, Tensor]] = []
         """Norm of each mean gradient without a codec, of the scaled loss and unclipped, where sums are kept and there
         is a limit; until the optimizer clears the list."""
         self.loss_scale = 1.0
@@ -273,15 +275,15 @@ class CompressionSchedule(CompressionObserver):
         """Keep norms of gradients without a codec, which the loop clips before the optimizer sees them. Ranks reduce
         them in the optimizer's step: no collective belongs here."""
         grads = [
-            param.parameter.grad
+            (param, param.parameter.grad)
             for param in (self.state.params if self.has_limit and self.phase.keeps_exact else ())
             if param.parameter.grad is not None
             and not any(id(each) in self._sums for each in (param.flat.sum_collectives if param.flat else ()))
         ]
         if self.micro_batches != 1:  # a stage of a pipeline divides these gradients when the last one is reduced
-            grads = [grad / self.micro_batches for grad in grads]
-        device = self.state.context.device
-        self.exact_norms = [torch.linalg.vector_norm(grad, dtype=torch.float32).to(device) for grad in grads]
+            grads = [(param, grad / self.micro_batches) for param, grad in grads]
+        norm, device = partial(torch.linalg.vector_norm, dtype=torch.float32), self.state.context.device
+        self.exact_norms = [(param, norm(grad).to(device)) for param, grad in grads]
 
     def count_step(self) -> None:
         """Count a warm-up step if weights have changed since the last forward and a backward was made: weights that

@@ -514,8 +514,11 @@ class OneBitOptimizer(Optimizer):
             means = [flat_dtensor(exact, parameter.shard_spec) for parameter, exact in found]
             norms = [float(_value_of(get_total_norm(means)))]
             for schedule in self._schedules:
-                if schedule.exact_norms:
-                    norm = _value_of(torch.linalg.vector_norm(torch.stack(schedule.exact_norms)))
+                left = [(each.parameter.grad, norm) for each, norm in schedule.exact_norms]
+                left = [(grad.any().to(norm.device), norm) for grad, norm in left if grad is not None]
+                if left:  # without gradients that were cleared, to None or in place, since the backward
+                    used, exact = (_value_of(torch.stack(each)) for each in zip(*left, strict=True))
+                    norm = torch.linalg.vector_norm(exact[used])
                     schedule.clip_gradients(EXACT_GRADIENTS, norm)  # as ranks have clipped what they encoded
                     norms.append(float(norm) / scale)
             total = math.hypot(*norms)
