@@ -220,3 +220,40 @@ def shards_for_a_broadcast():
 
 def test_shards_are_not_broadcast():
     on_ranks(2, shards_for_a_broadcast)
+
+
+class Layouts(nn.Module):
+    """With weights whose elements need not be in the order of their rows in memory."""
+
+    def __init__(self, channels_last=False, transposed=False):
+        super().__init__()
+        self.conv, self.linear = nn.Conv2d(8, 64, 3), nn.Linear(32, 64)
+        if channels_last:
+            self.to(memory_format=torch.channels_last)
+        if transposed:
+            self.linear.weight = nn.Parameter(self.linear.weight.detach().t().contiguous().t())
+
+    def forward(self, x):
+        return self.linear(self.conv(x).mean((2, 3)).view(-1, 32))
+
+
+def layouts():
+    torch.manual_seed(0)
+    plain = Layouts(channels_last=True, transposed=True)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1)
+    plain(torch.randn(2, 8, 5, 5)).square().mean().backward()
+    optimizer.step()
+    weights, moments = copy.deepcopy((plain.state_dict(), get_optimizer_state_dict(plain, optimizer)))
+    assert not weights["conv.weight"].is_contiguous()
+    assert not moments["state"]["linear.weight"]["exp_avg"].is_contiguous()
+    model = yafsdp_cc.shard(Layouts(), sync_module_states=True)
+    ours = torch.optim.AdamW(model.parameters(), lr=0.1)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    given = ({}, {}) if dist.get_rank() else (weights, moments)
+    set_model_state_dict(model, given[0], options=options)
+    set_optimizer_state_dict(model, ours, given[1], options=options)
+    same(contents(model, ours), contents(plain, optimizer))
+
+
+def test_rank_0_s_order_in_memory_is_not_broadcast():
+    on_ranks(2, layouts)

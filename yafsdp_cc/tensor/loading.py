@@ -211,7 +211,8 @@ def patch_torch() -> None:
     a tensor could implement. ``patch_torch`` replaces three functions:
 
     * ``torch.distributed._state_dict_utils._distribute_tensors``, which divides what rank 0 has broadcast;
-    * ``torch.distributed.checkpoint.state_dict._broadcast_state_dict``, which does so for tensors without dimensions;
+    * ``torch.distributed.checkpoint.state_dict._broadcast_state_dict``, which does so for tensors without dimensions,
+      and sends others in the order of their memory (``channels_last``, ``.t()``), which other ranks do not have;
     * ``torch.distributed.checkpoint.state_dict._distribute_state_dict``, which divides what every rank has.
 
     The replacements fill a ``FlatDTensor`` by ``copy_``, which knows its range, or, on the meta device, allocate the
@@ -246,6 +247,7 @@ def patch_torch() -> None:
                     f"broadcast_from_rank0=True takes rank 0's whole tensors, and '{shard}' is sharded: pass what "
                     "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) returns"
                 )
+            full = {key: x.contiguous() if isinstance(x, Tensor) else x for key, x in full.items()}
         broadcast(full, local, *args, **kwargs)
         for key, scalar in scalars.items():
             if isinstance(local.get(key), torch.Tensor):  # a plain tensor replaces the parameter's entry
