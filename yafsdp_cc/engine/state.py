@@ -25,6 +25,7 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -395,7 +396,8 @@ class FSDPState(_ModelStep):
 
     def post_forward(self, group: ParamGroup, entered: GroupForward, output: Any) -> Any:
         """End a forward of a group's module: the buffer may be refilled, and outputs tell when the backward begins."""
-        group.forward_span.end(entered.span)
+        if entered.span is not None:
+            group.forward_span.end(entered.span)
         unsharded = entered.unsharded
         dtype = group.spec.policy.output_dtype
         if _graph_task() != -1:
@@ -579,7 +581,7 @@ class FSDPState(_ModelStep):
         flags = usage_flags(reduced, len(self.params), self._is_fed)
         context.reduced.clear()
         context.fingerprint.agree(FINAL_REDUCE, self.final_reduce, replicated.flats, context.describe)
-        with _REPLICATED_SPAN:
+        with _REPLICATED_SPAN if context.traces else nullcontext():
             totals = context.explained(partial(replicated.all_reduce, flags))
         context.counters.reduced_bytes += replicated.sent_bytes()
         replicated.add_to_grads()
@@ -884,13 +886,13 @@ class GroupCall:
             group.acquire_grad_buffer()
         if backward.reduces:
             self.iteration.prefetch_for_backward(group)
-        span = group.backward_span.start() if group.context.traces else None
-        backward.begun[self] = BegunCall(used, span)
+        backward.begun[self] = BegunCall(used, group.backward_span.start() if group.context.traces else None)
 
     def end(self, backward: Backward) -> None:
         """End the backward of this call: release its weight buffer."""
         group, begun = self.group, backward.begun.pop(self)
-        group.backward_span.end(begun.span)
+        if begun.span is not None:
+            group.backward_span.end(begun.span)
         group.register_sharded()
         if begun.used is not None:
             group.release(begun.used)
@@ -920,9 +922,7 @@ class Backward:
     """Reference to a callback that autograd keeps while this run lasts; dead once an exception has ended the run."""
 
     def __init__(self, task: int, wants_grads: bool, reduces: bool) -> None:
-        self.task = task
-        self.wants_grads = wants_grads
-        self.reduces = reduces
+        self.task, self.wants_grads, self.reduces = task, wants_grads, reduces
         self.reached: set[GroupCall] = set()
         """Forwards of groups (``GroupCall``) of which this backward has reached an output, or the gate."""
         self.begun: dict[GroupCall, BegunCall] = {}
