@@ -383,6 +383,7 @@ def shard(
     check_settings(settings, across)
     check_equal(division.parameters, across, values=not sync_module_states)
     check_settings({"units": [(unit.role, unit.name, len(unit.parameters)) for unit in division.units]}, across)
+    place_buffers(model, info.device, param_init_fn, of_loaded=True)
     prepare = _preparation(model, info, sync_module_states, param_init_fn)
     plan = given.plan(prepare, owners)
     # ``output_dtype`` is for the output of the model, not of the units inside

@@ -76,6 +76,33 @@ def test_what_was_loaded_is_not_initialised() -> None:
             assert bool((state[name] == (1 if function is None else 2)).all()), name
 
 
+class Masked(nn.Linear):
+    """Its initialisation is of a whole matrix, and writes a buffer that no state dict has."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.register_buffer("mask", torch.ones(WIDTH, WIDTH).tril(), persistent=False)
+
+    def reset_parameters(self) -> None:
+        nn.init.orthogonal_(self.weight)
+        nn.init.zeros_(self.bias)
+        if "mask" in self._buffers:
+            self.mask.copy_(torch.ones(WIDTH, WIDTH).tril())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight * self.mask, self.bias)
+
+
+@ranks(2)
+def test_buffers_of_what_was_loaded_are_initialised() -> None:
+    plain = seeded(lambda: nn.Sequential(Masked(), Masked()))
+    with torch.device("meta"):
+        model = nn.Sequential(Masked(), Masked())
+    model.load_state_dict(plain.state_dict(), assign=True)
+    yafsdp_cc.shard(model, units=[Masked])
+    assert torch.equal(model(torch.ones(2, WIDTH)), plain(torch.ones(2, WIDTH)))
+
+
 # What nothing has written -------------------------------------------------------------------------------------------
 
 

@@ -50,9 +50,13 @@ def materialize(
 
 @torch.no_grad()
 def place_buffers(
-    model: nn.Module, device: torch.device, initialize: Callable[[nn.Module], Any] | None
+    model: nn.Module, device: torch.device, initialize: Callable[[nn.Module], Any] | None, *, of_loaded: bool = False
 ) -> list[Tensor]:
     """Move the buffers of ``model`` to ``device``, initialise those on the meta device, and return all.
+
+    Args:
+        of_loaded: whether only modules whose own parameters have values initialise theirs. An initialisation writes
+            parameters, too, and some, such as ``orthogonal_``, cannot write shards.
 
     Raises:
         ValueError: a module with a buffer on the meta device has no way to initialise it.
@@ -60,7 +64,8 @@ def place_buffers(
     move_buffers(model, device)  # before initialisation, which may read another module's buffers
     for path, module in model.named_modules():
         names = [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
-        if names:
+        on_meta = {each.is_meta for each in module._parameters.values() if each is not None}
+        if names and (on_meta == {False} or not of_loaded):
             _fill(module, f"{path}.{names[0]}" if path else names[0], path, model, device, initialize)
     move_buffers(model, device)  # move buffers that an initialisation has made, too
     return list(model.buffers())
