@@ -16,6 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
+from numbers import Real
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 import torch
@@ -239,8 +240,8 @@ class ShardedModule(FSDPModule, nn.Module):
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide this module's summed gradients by ``factor`` instead of the number of ranks."""
-        if not factor:
-            raise ValueError(f"set_gradient_divide_factor takes a number other than 0, got {factor!r}")
+        if not (isinstance(factor, Real) and 0 < abs(factor) < float("inf")):
+            raise ValueError(f"set_gradient_divide_factor takes a finite number other than 0, got {factor!r}")
         for spec in self._specs(False):
             divisor = Divisor(factor, spec.info.device)
             for part in spec.parts:
