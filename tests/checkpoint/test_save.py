@@ -10,6 +10,7 @@ import threading
 import warnings
 import weakref
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -130,8 +131,9 @@ def test_process_groups_end_with_the_world(tmp_path):
     yafsdp_cc.save(tmp_path / "next", nn.Linear(2, 2))
 
 
+@pytest.mark.parametrize("is_made_again", [False, True])
 @ranks(2, fresh=True)
-def test_a_save_whose_process_group_is_destroyed_meanwhile_replaces_nothing(tmp_path, monkeypatch):
+def test_a_save_whose_process_group_is_destroyed_meanwhile_replaces_nothing(is_made_again, tmp_path, monkeypatch):
     model, optimizer = job("ours", steps=1)
     rank, world, destroyed = dist.get_rank(), dist.get_world_size(), threading.Event()
     yafsdp_cc.save(tmp_path / "step", model, optimizer, step=1)
@@ -147,16 +149,33 @@ def test_a_save_whose_process_group_is_destroyed_meanwhile_replaces_nothing(tmp_
     saving = yafsdp_cc.save(tmp_path / "step", model, optimizer, asynchronous=True, step=2)
     dist.barrier()
     dist.destroy_process_group()
+    make_again = partial(dist.init_process_group, "gloo", rank=rank, world_size=world)
+    if is_made_again:
+        make_again(store=dist.FileStore(str(tmp_path / "store"), world))
     destroyed.set()
     with pytest.raises(RuntimeError, match=r"saving .*step: destroy_process_group\(\) was called meanwhile. Wait for"):
         saving.result()
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), world), rank=rank, world_size=world)
+    if not is_made_again:
+        make_again(store=dist.FileStore(str(tmp_path / "store"), world))
     dist.barrier()
     assert (tmp_path / "step" / ".metadata").read_bytes() == table
     assert sorted(each.name for each in tmp_path.glob("step*")) == ["step"]
     again, other = job("ours", steps=0)
     assert yafsdp_cc.load(tmp_path / "step", again, other) == {"step": 1}
     same(contents(again, other), before)
+
+
+@ranks(1, fresh=True)
+def test_a_single_rank_saves_on_though_its_process_group_is_made_again(tmp_path, monkeypatch):
+    model, made_again = nn.Linear(2, 2), threading.Event()
+    record_save = save_module.record_save
+    monkeypatch.setattr(save_module, "record_save", lambda *args: (made_again.wait(), record_save(*args)))
+    saving = yafsdp_cc.save(tmp_path / "step", model, asynchronous=True, step=3)
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    made_again.set()
+    saving.result()
+    assert yafsdp_cc.load(tmp_path / "step", model) == {"step": 3}
 
 
 @ranks(2)

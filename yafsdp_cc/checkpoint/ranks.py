@@ -126,7 +126,7 @@ def check_is_apart(path: Path, group: Group) -> None:
 
     Stages of a pipeline would replace each other's checkpoint. For the first rank of a group.
     """
-    if not (group and dist.is_initialized() and group[0].size() < dist.get_world_size()):
+    if not (group and group[0] in dist.distributed_c10d._world.pg_map and group[0].size() < dist.get_world_size()):
         return
     store, key, own = _get_default_store(), f"yafsdp_cc/saved/{path}", dist.get_process_group_ranks(group[0])
     others, saved = json.loads(store.get(key)) if store.check([key]) else (own, ())
@@ -139,7 +139,7 @@ def check_is_apart(path: Path, group: Group) -> None:
 
 def record_save(path: Path, group: Group) -> None:
     """Let ``check_is_apart`` know whose checkpoint is at ``path`` now. For the first rank of ``group``."""
-    if group and dist.is_initialized():
+    if group and group[0] in dist.distributed_c10d._world.pg_map:
         value = json.dumps((dist.get_process_group_ranks(group[0]), version(path)))
         _get_default_store().set(f"yafsdp_cc/saved/{path}", value)
 
@@ -221,14 +221,15 @@ def by_torch(doing: str, group: Group) -> Iterator[dict[str, Any]]:
         RuntimeError: on all ranks: another failure of one rank; or ``group`` was destroyed meanwhile.
     """
     try:
-        if group:
-            yield {"process_group": group[0]}
-            # without process groups torch's functions write or read one rank's part alone, and say so in a warning
-            if group[0].size() > 1 and group[0] not in dist.distributed_c10d._world.pg_map:
-                raise RuntimeError(
-                    f"{doing}: destroy_process_group() was called meanwhile. Wait for asynchronous saves before, by "
-                    "result() of what save() returns"
-                )
+        if group and group[0].size() > 1:
+            try:
+                yield {"process_group": group[0]}
+            finally:  # without process groups torch's functions write or read one rank's part alone, and warn of it
+                if group[0] not in dist.distributed_c10d._world.pg_map:
+                    raise RuntimeError(
+                        f"{doing}: destroy_process_group() was called meanwhile. Wait for asynchronous saves before, "
+                        "by result() of what save() returns"
+                    )
         else:
             with warnings.catch_warnings():  # torch warns of a single process, which is intended
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")

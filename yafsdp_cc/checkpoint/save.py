@@ -148,16 +148,16 @@ def wait_for_saves() -> None:
 def _write(path: Path, state: dict[str, Any], content: bytes, group: Group) -> None:
     rank, world = place_in(group)
     with ExitStack() as stack:
-        with together(group):
-            replacement = stack.enter_context(closing(Replacement(path, files.CHECKPOINT))) if rank == 0 else None
-        new, *_ = all_gather_objects(None if replacement is None else str(replacement.new), group)
-        folder = Path(str(new))
-        with together(group):
-            if not folder.is_dir():
-                raise ValueError(f"does not see {folder}, made by rank 0: choose a path that all ranks share")
-            files.write(folder / files.extra_name(rank, world), content)
-        writer = CheckpointWriter(folder, all_gather_objects(zlib.crc32(content), group), is_shared=True)
         with by_torch(f"saving {path}", group) as which:
+            with together(group):
+                replacement = stack.enter_context(closing(Replacement(path, files.CHECKPOINT))) if rank == 0 else None
+            new, *_ = all_gather_objects(None if replacement is None else str(replacement.new), group)
+            folder = Path(str(new))
+            with together(group):
+                if not folder.is_dir():
+                    raise ValueError(f"does not see {folder}, made by rank 0: choose a path that all ranks share")
+                files.write(folder / files.extra_name(rank, world), content)
+            writer = CheckpointWriter(folder, all_gather_objects(zlib.crc32(content), group), is_shared=True)
             state_dict_saver.save(state, storage_writer=writer, planner=FirstRankPlanner(), **which)
         with together(group):
             if replacement is not None:
