@@ -275,7 +275,7 @@ class ShardedModule(FSDPModule, nn.Module):
         """Set whether buffers are allocated by the process group, which registers them with NCCL.
 
         ``enable`` applies to all units that share buffers with this module, from the next forward on. Overflow buffers
-        and the shards, which all-gathers without a cast send from, are ordinary memory. This has not been run on a GPU.
+        and the shards, which all-gathers without a cast send from, are ordinary memory. Run on two ranks of one GPU.
         """
         _check_bool("enable", enable)
         for spec in self._specs(False):
