@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import yafsdp_cc
 from tests.internals import mean_residuals_of, phase_of
-from tests.optim.slopes import FORMS, SETTINGS, SHAPES, Slope, Slopes, drawn, sharded, trained, weights
+from tests.optim.slopes import BLOCK, FORMS, SETTINGS, SHAPES, Slope, Slopes, drawn, sharded, trained, weights
 from tests.ranks import on_ranks, ranks
 from tests.soak import also
 from yafsdp_cc import Compression
@@ -173,6 +173,31 @@ def test_moments_are_resumed_in_fp32_whatever_the_parameters_are(tmp_path: Any) 
             optimizer.zero_grad()
 
     goes_on_alike(fresh, train, tmp_path / "step", 6, 12)
+
+
+@pytest.mark.parametrize("kind", [OneBitAdam, OneBitLamb])
+@pytest.mark.parametrize(("saved", "loaded"), [(torch.bfloat16, torch.bfloat16), (torch.float64, torch.float32)])
+@ranks(2)
+def test_moments_of_other_dtypes_go_on_in_fp32(saved: torch.dtype, loaded: torch.dtype, kind: Any) -> None:
+    def train(model: Any, optimizer: Any, dtype: torch.dtype, steps: range) -> None:
+        for step in steps:
+            model([each.to(dtype) for each in drawn(step, dist.get_rank())]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    exact = yafsdp_cc.shard(Slopes().to(saved), units=[Slope])
+    adamw = torch.optim.AdamW(exact.parameters(), **SETTINGS)
+    train(exact, adamw, saved, range(3))
+    model = yafsdp_cc.shard(Slopes().to(loaded), units=[Slope], compression=Compression("onebit", block=BLOCK))
+    optimizer = kind(model.parameters(), **SETTINGS, warmup_steps=5)
+    optimizer.load_state_dict(adamw.state_dict())
+    for one, other in zip(exact.parameters(), model.parameters(), strict=True):
+        for name in ("exp_avg", "exp_avg_sq"):
+            moment = optimizer.state[other][name].to_local()
+            assert moment.dtype == torch.float32
+            assert moment.equal(adamw.state[one][name].to_local().float())
+    train(model, optimizer, loaded, range(3, 8))
+    assert all(each.isfinite().all() for each in weights(model))
 
 
 @ranks(2)

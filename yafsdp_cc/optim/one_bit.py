@@ -104,7 +104,7 @@ def check_loaded(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
 
 
 def keep_dtypes(optimizer: Optimizer, loaded: dict[str, Any]) -> None:
-    """Undo the casts of ``load_state_dict``: torch casts loaded state to the parameters' dtypes.
+    """Give loaded moments the dtype of updates, in which kernels read them: torch casts them to the parameters'.
 
     Counts of steps return to host memory, where they are read: torch moves them to the parameters' device.
     """
@@ -115,11 +115,12 @@ def keep_dtypes(optimizer: Optimizer, loaded: dict[str, Any]) -> None:
             found = optimizer.state[parameter][name]
             if not torch.is_tensor(value):
                 continue
-            device = found.device if value.ndim or isinstance(found, DTensor) else torch.device("cpu")
-            if value.dtype != found.dtype or device != found.device:
-                optimizer.state[parameter][name] = torch.empty_like(found, dtype=value.dtype, device=device).copy_(
-                    value
-                )
+            is_moment = value.ndim > 0 or isinstance(found, DTensor)
+            dtype = width_of(parameter) if is_moment and value.is_floating_point() else value.dtype
+            device = found.device if is_moment else torch.device("cpu")
+            if (dtype, device) != (found.dtype, found.device):
+                made = torch.empty_like(found, dtype=dtype, device=device)
+                optimizer.state[parameter][name] = made.copy_(value)
 
 
 class OneBitOptimizer(Optimizer):
