@@ -251,6 +251,57 @@ def test_small_parameters_are_recomputed_as_they_were_computed() -> None:
     close(*(gradients(api) for api in (yafsdp_cc, torch_fsdp)), 1e-6)
 
 
+class Returning(nn.Module):
+    """Returns its weight, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.linear(x).tanh(), self.linear.weight
+
+
+class Tying(nn.Module):
+    """Uses the weight of its first unit once more, behind all units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.units = nn.ModuleList(Returning() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = []
+        for unit in self.units:
+            x, weight = unit(x)
+            weights.append(weight)
+        first: Any = weights[0]
+        out: Tensor = x @ (first.full_tensor() if isinstance(first, DTensor) else first)
+        return out
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@ranks(2)
+def test_a_unit_may_return_its_own_divided_weight(grad: bool) -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    model: Any = Tying()
+    torch.manual_seed(0)
+    plain = Tying()
+    for unit in model.units:
+        parallelize_module(unit, mesh["tp"], {"linear": ColwiseParallel(output_layouts=Replicate())})
+        yafsdp_cc.fully_shard(unit, mesh=mesh["dp"])
+    yafsdp_cc.fully_shard(model, mesh=mesh["dp"])
+    x = torch.ones(2, WIDTH)
+    with torch.set_grad_enabled(grad):
+        found, truth = model(x), plain(x)
+    torch.testing.assert_close(found, truth, rtol=1e-5, atol=1e-6)
+    if grad:
+        found.square().mean().backward()
+        truth.square().mean().backward()
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(whole(parameter.grad), plain.get_parameter(name).grad, rtol=1e-5, atol=1e-6)
+
+
 # State
 
 

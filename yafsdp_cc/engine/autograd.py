@@ -205,9 +205,9 @@ def hook_outputs(
     newest = _next_node() - 1
 
     def finish(tensor: Tensor) -> Tensor:
-        is_plain = address is not None and type(tensor) is Tensor and tensor.layout is torch.strided
-        if is_plain and tensor.untyped_storage().data_ptr() == address:
-            tensor = tensor.clone()
+        local = tensor if type(tensor) is Tensor else getattr(tensor, "_local_tensor", None)
+        if address is not None and type(local) is Tensor and local.layout is torch.strided:
+            tensor = tensor.clone() if local.untyped_storage().data_ptr() == address else tensor
         tensor = tensor if dtype is None else convert(tensor, dtype)
         if hook is not None and tensor.grad_fn is not None:  # hooks would stay on a leaf, which no forward makes anew
             if tensor.grad_fn._sequence_nr() < newest and not tensor.is_nested:  # ``Alias`` takes no nested tensor
