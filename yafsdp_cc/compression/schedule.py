@@ -157,8 +157,8 @@ class CompressionSchedule(CompressionObserver):
         self.has_limit = False
         """Whether the optimizer has a limit of the mean gradient's norm."""
         self.exact_norms: list[tuple[FSDPParam, Tensor]] = []
-        """Norm of each mean gradient without a codec, of the scaled loss and unclipped, where sums are kept and there
-        is a limit; until the optimizer clears the list."""
+        """Parameters without a codec, and norms of their mean gradients, of the scaled loss and unclipped, where sums
+        are kept and there is a limit; until the optimizer clears the list."""
         self.loss_scale = 1.0
         """Factor of the losses, and so of gradients and residuals."""
         self.micro_batches = 1
