@@ -629,6 +629,32 @@ def test_a_plain_number_beside_as_many_elements_as_ranks_is_saved(tmp_path):
     yafsdp_cc.save(tmp_path / "step", model, optimizer)
 
 
+def with_views(values):
+    """A layer with buffers that nothing can be written to: a view of fewer elements, and one of inference mode."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    model.register_buffer("mask", values.expand(3, 4))
+    with torch.inference_mode():
+        model.register_buffer("scale", values + 1)
+    return model
+
+
+@ranks(2)
+def test_buffers_that_cannot_be_written_to_are_filled(tmp_path):
+    truth = torch.arange(4.0)
+    saved = yafsdp_cc.shard(with_views(truth))
+    yafsdp_cc.save(tmp_path / "step", saved)
+    yafsdp_cc.save_safetensors(tmp_path / "weights", saved)
+    for load, name in ((yafsdp_cc.load, "step"), (yafsdp_cc.load_safetensors, "weights")):
+        for model in (with_views(-truth), yafsdp_cc.shard(with_views(-truth))):
+            load(tmp_path / name, model)
+            assert model.mask.equal(truth.expand(3, 4))
+            assert model.scale.equal(truth + 1)
+    model = yafsdp_cc.shard(with_views(-truth if dist.get_rank() else truth), sync_module_states=True)
+    assert model.mask.equal(truth.expand(3, 4))
+    assert model.scale.equal(truth + 1)
+
+
 # What does not fit
 
 

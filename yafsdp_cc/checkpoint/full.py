@@ -62,6 +62,7 @@ from yafsdp_cc.fsdp2.module import (
     whole_params_by_group,
 )
 from yafsdp_cc.ranks.checks import refused_together
+from yafsdp_cc.ranks.mesh import writable
 from yafsdp_cc.replicas.sync import synchronize_replicas
 from yafsdp_cc.tensor.dtensor import FlatDTensor
 
@@ -186,7 +187,7 @@ def load_safetensors(path: str | os.PathLike[str], model: nn.Module) -> None:
         spare = {name for name in {*tied, *tied.values()} if tied.get(name, name) in found} - places.keys()
         spare |= {name for name in own if is_extra_state(name)} - extras.keys()
         check_shapes(shapes, {name: value for name, value in own.items() if name not in spare}, Path(path))
-        state: dict[str, Any] = {name: own[name].detach() for name in own if not is_extra_state(name)}
+        state: dict[str, Any] = {name: writable(own[name]) for name in own if not is_extra_state(name)}
         tied = {name: first for name, first in tied.items() if name in places and first in places}
         values = {name: torch.zeros_like(state[name]) for name in {*tied, *tied.values()}}
         for name, value in values.items():

@@ -41,6 +41,7 @@ from yafsdp_cc.checkpoint.state import (
 from yafsdp_cc.forms.subclasses import PLAIN
 from yafsdp_cc.fsdp2.module import check_shows_shards
 from yafsdp_cc.ranks.checks import all_gather_objects, table_of_ranks
+from yafsdp_cc.ranks.mesh import writable
 from yafsdp_cc.replicas.sync import local_of
 
 if TYPE_CHECKING:
@@ -123,7 +124,7 @@ def load_from(
         check_shapes(shapes, own, folder)
         dtypes = {name: each.properties.dtype for name, each in saved if isinstance(each, TensorStorageMetadata)}
         tied = aliases(own)
-        state: dict[str, Any] = {MODEL: {name: each.detach() for name, each in own.items() if isinstance(each, Tensor)}}
+        state: dict[str, Any] = {MODEL: {name: writable(x) for name, x in own.items() if isinstance(x, Tensor)}}
         state[MODEL] |= empty_extra_states(reader.contents)
         if optimizers:
             paths = paths_in(reader.contents, OPTIMIZER).values()

@@ -107,10 +107,20 @@ def broadcast_from_first(tensor: Tensor, mesh: DeviceMesh, *, replicas_only: boo
     broadcast_over(all_groups(mesh)[1 if replicas_only else 0 :], tensor, mesh)
 
 
+def writable(tensor: Tensor) -> Tensor:
+    """Return ``tensor``, detached; give one that cannot be written to, an expanded view or one from inference mode,
+    memory of its own before."""
+    if type(tensor) is torch.Tensor and tensor.is_inference():
+        torch.utils.swap_tensors(tensor, tensor.clone())
+    elif tensor.layout is torch.strided and torch._debug_has_internal_overlap(tensor) == 1:
+        tensor.data = tensor.detach().clone()
+    return tensor.detach()
+
+
 def broadcast_values(tensors: Sequence[Tensor], mesh: DeviceMesh) -> None:
     """Give every rank the elements of the first rank's tensors, of any dtype."""
     for tensor in tensors:
         whole = tensor.contiguous()
         broadcast_from_first(whole.view(-1).view(torch.uint8), mesh)  # as bytes: gloo does not carry every dtype
         if whole is not tensor:
-            tensor.copy_(whole)
+            writable(tensor).copy_(whole)
