@@ -47,7 +47,7 @@ from yafsdp_cc.plan import Plan
 from yafsdp_cc.plan.memory import plan_for
 from yafsdp_cc.plan.report import PlannedArgument
 from yafsdp_cc.profiling import mark_optimizer_steps
-from yafsdp_cc.ranks.checks import check_settings, refused_together
+from yafsdp_cc.ranks.checks import check_dense, check_settings, refused_together
 from yafsdp_cc.ranks.mesh import MeshInfo, all_groups, broadcast_values
 from yafsdp_cc.replicas.overlap import Overlap
 from yafsdp_cc.replicas.sync import ReplicaSync, join_replicas, sync_of
@@ -382,6 +382,7 @@ def shard(
     }
     check_settings(settings, across)
     check_equal(division.parameters, across, values=not sync_module_states)
+    check_dense(model.named_buffers() if sync_module_states else (), "sync_module_states")
     check_settings({"units": [(unit.role, unit.name, len(unit.parameters)) for unit in division.units]}, across)
     place_buffers(model, info.device, param_init_fn, of_loaded=True)
     prepare = _preparation(model, info, sync_module_states, param_init_fn)

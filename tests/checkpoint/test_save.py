@@ -585,6 +585,36 @@ def test_what_cannot_be_saved_is_named(tmp_path):
         yafsdp_cc.save(folder, model, other)
 
 
+@ranks(2)
+def test_buffers_that_are_not_dense_are_named(tmp_path):
+    def made(odd, persistent=True):
+        model = nn.Sequential(nn.Linear(4, 4))
+        model[0].register_buffer("odd", odd, persistent=persistent)
+        return model
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls some kinds experimental, and others old
+        kinds = [
+            torch.eye(3).to_sparse(),
+            torch.eye(3).to_sparse_csr(),
+            torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
+        ]
+        kinds += [torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)]
+    for odd in kinds:
+        named = r"takes dense tensors, and '0.odd' is sparse, nested or quantised \(torch\.\w+\): register a dense"
+        with pytest.raises(ValueError, match="sync_module_states " + named):
+            yafsdp_cc.shard(made(odd), sync_module_states=True)
+        torch.manual_seed(0)
+        model = yafsdp_cc.shard(made(odd))
+        with pytest.raises(ValueError, match="a checkpoint " + named):
+            yafsdp_cc.save(tmp_path / "step", model)
+        with pytest.raises(ValueError, match="save_safetensors " + named):
+            yafsdp_cc.save_safetensors(tmp_path / "weights", model)
+    torch.manual_seed(0)
+    model = yafsdp_cc.shard(made(kinds[0], persistent=False))
+    yafsdp_cc.save(tmp_path / "step", model)
+
+
 class Local(torch.optim.Optimizer):
     """Steps local tensors; its momentum is made by ``make`` from the parameter."""
 

@@ -642,6 +642,19 @@ def test_gradients_of_earlier_micro_batches_stay_as_a_user_has_them() -> None:
 
 
 @ranks(2)
+def test_a_sparse_buffer_is_as_before() -> None:
+    model, graph = frail(), torch.eye(3).to_sparse()
+    model.blocks[1].register_buffer("graph", graph.clone())
+    with yafsdp_cc.skip_together(model) as attempt:
+        square(model, mine(inputs())).backward()
+        model.blocks[1].graph.mul_(2)
+        if dist.get_rank() == 1:
+            raise ValueError
+    assert attempt.skipped
+    assert torch.equal(model.blocks[1].graph.to_dense(), graph.to_dense())
+
+
+@ranks(2)
 def test_replicas_hand_out_gradients_that_another_rank_has_used_before_it() -> None:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     model: Any = yafsdp_cc.fully_shard(Skipping(), mesh=mesh)

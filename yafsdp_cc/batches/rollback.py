@@ -157,9 +157,12 @@ class BatchRollback:
     def _save_buffers(self, model: nn.Module) -> None:
         for module in model.modules():
             if module._buffers:
-                self._undo.append(partial(_replace, module._buffers, dict(module._buffers)))
-                for buffer in module._buffers.values():
-                    if buffer is not None and not buffer.is_meta:
+                held: dict[str, Any] = dict(module._buffers)
+                self._undo.append(partial(_replace, module._buffers, held))
+                for name, buffer in module._buffers.items():
+                    if buffer is not None and buffer.layout is not torch.strided:
+                        held[name] = buffer.clone()  # sparse or nested: no storage to copy
+                    elif buffer is not None and not buffer.is_meta:
                         self._save_tensor(buffer)
 
     def _save_random_states(self, device: torch.device) -> None:

@@ -61,7 +61,7 @@ from yafsdp_cc.fsdp2.module import (
     require_state,
     whole_params_by_group,
 )
-from yafsdp_cc.ranks.checks import refused_together
+from yafsdp_cc.ranks.checks import check_dense, refused_together
 from yafsdp_cc.ranks.mesh import writable
 from yafsdp_cc.replicas.sync import synchronize_replicas
 from yafsdp_cc.tensor.dtensor import FlatDTensor
@@ -134,7 +134,8 @@ def save_safetensors(path: str | os.PathLike[str], model: nn.Module, *, dtype: t
         with refused_together(*group):
             replacement = stack.enter_context(closing(Replacement(files.place(path)))) if is_first else None
             own = _state_at_rest(model)
-            packed = _packed(_others(own))
+            packed = _packed(others := _others(own))
+            check_dense(((name, each) for name, each in own.items() if name not in others), "save_safetensors")
         tensors = chain(((names[0], tensor) for names, tensor in _whole_tensors(model, own)), packed.items())
         with refused_together(*group):
             try:

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map, tree_structure
 
 from yafsdp_cc.fsdp2.module import WRAPPERS, ShardedModule
+from yafsdp_cc.ranks.checks import check_dense
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
@@ -70,6 +71,7 @@ def state_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any
     """
     state: dict[str, Any] = {MODEL: {}}
     for name, value in model_state(model).items():
+        check_dense([(name, value)], "a checkpoint")
         check_plain(value, f"{MODEL}[{name!r}]")
         if is_extra_state(name) and not _is_put_together_again(value):
             value = (_WHOLE, value)

@@ -44,7 +44,7 @@ from yafsdp_cc.fsdp2.module import (
 )
 from yafsdp_cc.optim.matrix import MatrixOptimizer
 from yafsdp_cc.optim.one_bit import OneBitOptimizer
-from yafsdp_cc.ranks.checks import all_gather_objects, check_settings
+from yafsdp_cc.ranks.checks import all_gather_objects, check_dense, check_settings
 from yafsdp_cc.ranks.mesh import broadcast_values, shard_group
 from yafsdp_cc.tensor.dtensor import follow_optimizers
 from yafsdp_cc.tensor.module_parameters import named_sharded_parameters
@@ -410,6 +410,7 @@ def _sync_of(optimizer: Optimizer) -> ReplicaSync | None:
 
 def tensors_of(model: nn.Module) -> list[str]:
     """Describe each parameter and buffer in order: replicas compare the descriptions."""
+    check_dense(model.named_buffers(), "join_replicas()")
     trained = {name for name, each in model.named_parameters() if each.requires_grad}
     return [
         f"{name} {list(local_of(each).shape)} {each.dtype}{'' if name in trained else ', not trained'}"
