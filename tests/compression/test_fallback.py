@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -360,6 +361,37 @@ def always_alike(beta: float, micros: int, steps: int) -> dict[str, str]:
 @pytest.mark.parametrize(("beta", "micros", "steps"), [(0.95, 8, 42), (0.99, 1, 220)])
 def test_a_momentum_that_fills_is_no_gradient_that_grows(beta, micros, steps):
     assert on_ranks(2, always_alike, beta, micros, steps)[0] == {}
+
+
+def another_form(folder: Any, form: str) -> list[dict[str, str]]:
+    """The codecs of a run that goes on with a momentum, of its own gradients and of a checkpoint's."""
+
+    def train(run: Regression, optimizer: torch.optim.Optimizer, steps: int) -> None:
+        for _ in range(steps):
+            (run.model(torch.eye(WIDTH)) * gradient).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    settings: dict[str, Any] = {"lr": 0.0, "betas": (0.99, 0.999)}
+    kind = partial(OneBitAdam, warmup_steps=1, form=form) if form else torch.optim.AdamW
+    gradient = torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(5))
+    run, loaded = Regression(Compression("onebit")), Regression(Compression("onebit"))
+    optimizer = kind(run.model.parameters(), **settings)
+    train(run, optimizer, 22)
+    yafsdp_cc.save(folder / form, run.model, optimizer)
+    del optimizer
+    for each in (run, loaded):
+        momentum = OneBitAdam(each.model.parameters(), warmup_steps=1, **settings)
+        if each is loaded:
+            yafsdp_cc.load(folder / form, each.model, momentum)
+        train(each, momentum, 112)
+    return [run.chosen, loaded.chosen]
+
+
+@pytest.mark.filterwarnings("ignore:gradients=")
+@pytest.mark.parametrize("form", ["", "gradient"])
+def test_a_momentum_after_gradients_is_no_gradient_that_grows(form, tmp_path):
+    assert on_ranks(2, another_form, tmp_path, form)[0] == [{}, {}]
 
 
 def three_forwards() -> dict[str, str]:

@@ -88,6 +88,8 @@ class CodecFallback(CompressionObserver):
         """Reads the sums of the messages ``_names`` back from the device."""
         self._codecs: dict[str, str] = {}
         """Codec that each collective's messages have fallen back to, by ``name_of``."""
+        self._form: tuple[object, bool] = (None, False)
+        """Optimizer that sets the phases, and whether messages are of a momentum: as of ``_forwards`` and norms."""
         self._strikes: dict[str, int] = {}
         self._smallest: dict[str, float] = {}
         self._best, self._rises = float("inf"), 0
@@ -111,6 +113,9 @@ class CodecFallback(CompressionObserver):
         if not torch.is_grad_enabled():
             return
         self.judge()
+        if self._form != (form := (self._schedule.controller, self._schedule.beta > 0)):
+            # a momentum is many times larger than gradients, and fills anew
+            self._form, self._forwards, self._strikes, self._smallest = form, 0, {}, {}
         if not self._schedule.phase.encodes or not self._has_reduced:
             return
         self._has_reduced = False
@@ -237,7 +242,7 @@ class CodecFallback(CompressionObserver):
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Load what ``state_dict`` returned."""
         state = self.state
-        self._forwards = saved["passes"]
+        self._form, self._forwards = (self._schedule.controller, self._schedule.beta > 0), saved["passes"]
         self._codecs, self._strikes, self._smallest = (dict(saved[name]) for name in ("codecs", "strikes", "least"))
         (self._best, self._rises), (self._loss, self._losses) = saved["rises"], saved["losses"]
         self._has_reduced, self._names = True, []
