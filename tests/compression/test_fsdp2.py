@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 import yafsdp_cc
 from tests.models import VOCABULARY, Transformer
@@ -240,6 +241,42 @@ def buckets_anew() -> None:
         for ours, theirs in zip(model.parameters(), exact.parameters(), strict=True):
             assert ours.dim() == 2 or torch.allclose(ours.grad, theirs.grad, atol=1e-7)  # biases are in no matrix
     assert len(comm.sums) == 1  # the first step's is gone
+
+
+class Waves(nn.Module):
+    """Has complex weights, whose gradient of two losses is of low rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight, self.bias = (nn.Parameter(torch.randn(size, dtype=torch.complex64)) for size in ((64, 48), (48,)))
+
+    def forward(self, rank: int) -> Tensor:
+        x = torch.randn(1, 64, generator=torch.Generator().manual_seed(rank))
+        loss: Tensor = (x.to(torch.complex64) @ self.weight + self.bias - 1j).abs().square().mean()
+        return loss
+
+
+@pytest.mark.parametrize("engine", ["shard", "replicas", "DDP"])
+@ranks(2)
+def test_gradients_of_complex_weights_have_both_parts(engine: str) -> None:
+    model, plain = Waves(), Waves()
+    if engine == "DDP":
+        model = nn.parallel.DistributedDataParallel(model)
+        state = yafsdp_cc.CompressionHookState(Compression("powersgd", matrix_rank=4))
+        model.register_comm_hook(state, yafsdp_cc.encoded_mean)
+    else:
+        names = ("replicate", "shard") if engine == "shard" else ("shard", "replicate")
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=names)
+        fully_shard(model, mesh=mesh["shard"])
+        yafsdp_cc.compress(model, "fp32", replicas=mesh["replicate"].get_group() if engine == "replicas" else None)
+    for _ in range(6):  # until factors hold nearly all of the same gradient
+        model.zero_grad()
+        model(dist.get_rank()).backward()
+    sum(plain(rank) / 2 for rank in range(2)).backward()
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        found = mine.grad.full_tensor() if isinstance(mine.grad, DTensor) else mine.grad
+        assert (found - theirs.grad).norm() < 0.1 * theirs.grad.norm()
 
 
 def refused() -> None:

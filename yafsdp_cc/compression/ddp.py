@@ -12,7 +12,7 @@ from torch.utils.weak import WeakIdRef
 
 from yafsdp_cc.compression.codec import AUTO
 from yafsdp_cc.compression.config import Compression, compression_of
-from yafsdp_cc.compression.fsdp2 import CompressedCommunication, exact_mean
+from yafsdp_cc.compression.fsdp2 import CompressedCommunication, exact_mean, real_view
 from yafsdp_cc.engine.streams import CommHandle, CommStream, comm_stream
 
 
@@ -75,8 +75,9 @@ def encoded_mean(state: CompressionHookState, bucket: GradBucket) -> torch.futur
             if key not in state.sums:
                 for stale in [other for other in state.sums if not set(other).isdisjoint(key)]:
                     del state.sums[stale]
-            starts = accumulate((each.numel() for each in parameters), initial=0)
-            places = [(start, each.shape) for start, each in zip(starts, parameters, strict=False)]
+            sent = [real_view(each) for each in parameters]  # DDP's buckets are real
+            starts = accumulate((each.numel() for each in sent), initial=0)
+            places = [(start, each.shape) for start, each in zip(starts, sent, strict=False)]
             state.all_reduce_mean(total, state.group, f"ddp/{index}/{total.numel()}", key, places)
         # for CUDA this records an event on the side stream, which DDP waits for at the end of the backward
         future.set_result(total)

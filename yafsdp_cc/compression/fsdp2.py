@@ -192,6 +192,7 @@ class CompressedCommunication:
             key: identifies the residual.
             is_mean: whether to divide by the number of ranks.
         """
+        output, grads = real_view(output).view(-1), real_view(grads).view(-1)
         world, n, device = group.size(), output.numel(), grads.device
         chunk = align(n, self.config.block)
         if key not in self._reduce_scatters:
@@ -221,13 +222,14 @@ class CompressedCommunication:
         key: Any,
         places: Sequence[tuple[int, Sequence[int]]] = (),
     ) -> None:
-        """Overwrite ``total`` [n], floating-point, with its mean over ``group``.
+        """Overwrite ``total`` [n], floating-point or complex, with its mean over ``group``.
 
         Args:
             name: seed of random numbers.
             key: identifies the residual.
             places: where each tensor in ``total`` begins, and its shape; needed for low rank.
         """
+        total = real_view(total).view(-1)
         world, n, device = group.size(), total.numel(), total.device
         if key not in self._all_reduces:
             if self.config.gradients != LOW_RANK:  # only low rank needs tensors that begin at blocks of their own
@@ -245,6 +247,11 @@ class CompressedCommunication:
         self.sent_bytes += compressed.sent_bytes
         compressed.finish(padded)
         total.copy_(padded[:n].div_(world))
+
+
+def real_view(values: Tensor) -> Tensor:
+    """Return complex ``values`` as real ones, which codecs encode, in another dimension [..., 2]; others unchanged."""
+    return torch.view_as_real(values) if values.is_complex() else values
 
 
 def exact_mean(total: Tensor, group: dist.ProcessGroup) -> None:
