@@ -153,6 +153,35 @@ def test_a_backward_that_raises_drops_what_is_held_and_says_so() -> None:
     assert "run all micro-batches of the step again" in messages[-1]
 
 
+def _interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.filterwarnings("ignore:nothing is sharded")
+@pytest.mark.parametrize("kept", ["sums for replicas", "gradients of small parameters"])
+@ranks(2)
+def test_an_interrupt_drops_what_is_held_beside_units_and_says_so(kept: str) -> None:
+    messages: list[str] = []
+    logging.getLogger("yafsdp_cc").addFilter(lambda record: bool(messages.append(record.getMessage())) or True)
+    if kept == "sums for replicas":
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+        model, plain = twins(Mlp, mesh=mesh)
+        model.set_requires_all_reduce(False)
+    else:
+        model, plain = twins(lambda: nn.Sequential(nn.LayerNorm(32), nn.LayerNorm(32)))
+        model.set_requires_gradient_sync(False)
+    square(model, mine(inputs(step=0))).backward()
+    interrupt = [*model.modules()][-1].register_forward_hook(_interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(mine(inputs(step=1)))
+    interrupt.remove()
+    model.set_requires_all_reduce(True)
+    model.set_requires_gradient_sync(True)
+    square(model, mine(inputs(step=2))).backward()
+    same_gradients(model, means(plain, square, inputs(step=2)), within=1e-6)
+    assert "run all micro-batches of the step again" in messages[-1]
+
+
 @pytest.mark.parametrize("cleared", ["", "blocks.1"])
 @pytest.mark.parametrize("kept_as", ["gradient", "local", "view"])
 @ranks(2)

@@ -636,7 +636,7 @@ class FSDPState(_ModelStep):
     def reset(self) -> None:
         """Drop the state of an interrupted forward or backward, and gradients that are not reduced yet."""
         context = self.context
-        if any(group.has_unreduced() for group in self.groups):
+        if any(each.has_unreduced() for each in self.step_states()):
             logging.getLogger("yafsdp_cc").warning(
                 "a forward or backward was interrupted: gradients not reduced yet are dropped, those kept by "
                 "set_requires_gradient_sync(False) too. Call zero_grad(), and run all micro-batches of the step again"
