@@ -302,6 +302,24 @@ def test_a_unit_may_return_its_own_divided_weight(grad: bool) -> None:
             torch.testing.assert_close(whole(parameter.grad), plain.get_parameter(name).grad, rtol=1e-5, atol=1e-6)
 
 
+@ranks(2)
+def test_a_divided_embedding_needs_no_weights_in_the_backward() -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+
+    def gradients(api: Any) -> Figures:
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, WIDTH))
+        columns = ColwiseParallel(output_layouts=Replicate())
+        parallelize_module(model, mesh["tp"], {"0": RowwiseParallel(input_layouts=Replicate()), "1": columns})
+        for part in (*model, model):
+            api.fully_shard(part, mesh=mesh["dp"])
+        model[0].set_unshard_in_backward(False)
+        model(torch.arange(8)).square().mean().backward()
+        return {name: whole(parameter.grad) for name, parameter in model.named_parameters()}
+
+    close(*(gradients(api) for api in (yafsdp_cc, torch_fsdp)), 1e-6)
+
+
 # State
 
 

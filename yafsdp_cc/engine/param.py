@@ -136,8 +136,8 @@ class FSDPParam(StepState):
             weights[index] = parameter
 
     def register_unsharded(self, view: Tensor) -> None:
-        """Let the modules' forwards read ``view`` as the parameter."""
-        if self.spec.tensor_parallel is not None:
+        """Let the modules' forwards read ``view``, or the sharded parameter itself, as the parameter."""
+        if self.spec.tensor_parallel is not None and view is not self.parameter:
             view = self.spec.tensor_parallel.wrap_unsharded(view)
         view._is_param = True  # makes isinstance(view, nn.Parameter) true
         if self.notes:
