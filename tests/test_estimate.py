@@ -91,10 +91,25 @@ def loss_of_small(model: nn.Module) -> Tensor:
     return loss_of(model, torch.zeros(4, 65, dtype=torch.int64))
 
 
-def tracked_peak(checkpointed: int) -> int:
+class Looped(GPT):
+    """A GPT that calls all blocks three times, one after the other or each three times over."""
+
+    def __init__(self, repeats_each: bool) -> None:
+        super().__init__(width=96, depth=4, heads=3)
+        self.repeats_each = repeats_each
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x, blocks = self.tokens(tokens), list(self.blocks)
+        for block in [block for block in blocks for _ in range(3)] if self.repeats_each else blocks * 3:
+            x = block(x)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+def tracked_peak(checkpointed: int, build: Callable[[], Any] = lambda: GPT(width=96, depth=4, heads=3)) -> int:
     """Return the bytes at the peak of a step whose first blocks are checkpointed by torch."""
     with FakeTensorMode():
-        model, tracker = GPT(width=96, depth=4, heads=3), MemTracker()
+        model, tracker = build(), MemTracker()
         for block in model.blocks[:checkpointed]:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
         tracker.track_external(model)
@@ -118,6 +133,17 @@ def test_activations_are_what_torch_tracks_in_all_of_a_checkpointed_model() -> N
             tracked,
             found.activations,
         )
+
+
+@pytest.mark.parametrize("repeats_each", [False, True])
+@ranks(1)
+def test_blocks_that_are_called_several_times_hold_what_all_calls_do(repeats_each: bool) -> None:
+    build = partial(Looped, repeats_each)
+    found = probe(Subject(build, loss_of_small), MixedPrecisionPolicy())
+    for checkpointed in (0, 1, 2):
+        assert 1 <= found.activations.peak(checkpointed) / tracked_peak(checkpointed, build) < 1.05
+    more = _counted(2, build) - _counted(0, build)
+    assert more == _total(found.work_with(2)) - _total(found.work)
 
 
 class _Part(nn.Module):
@@ -206,10 +232,10 @@ def _total(work: dict[str, Work]) -> float:
     return sum(each.forward + each.backward for each in work.values())
 
 
-def _counted(checkpointed: int) -> float:
+def _counted(checkpointed: int, build: Callable[[], Any] = lambda: GPT(width=96, depth=6, heads=3)) -> float:
     """Return the operations of a step whose first blocks are checkpointed by torch."""
     with FakeTensorMode(), FlopCounterMode(display=False) as flops:
-        model = GPT(width=96, depth=6, heads=3)
+        model = build()
         for block in model.blocks[:checkpointed]:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
         loss_of_small(model).backward()

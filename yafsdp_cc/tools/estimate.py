@@ -367,11 +367,15 @@ def _run(
     before = _total(tracker.get_tracker_snapshot())
     flops = FlopCounterMode(display=False)
     outside: list[int] = []
+    calls: list[tuple[nn.Module, int]] = []
 
     def watch(module: nn.Module, args: Any, output: Any) -> None:
-        for each in tree_leaves(output):
-            if isinstance(each, Tensor) and each.requires_grad:
-                each.register_hook(lambda gradient: outside.append(_total(tracker.get_tracker_snapshot("peak"))))
+        trained = [each for each in tree_leaves(output) if isinstance(each, Tensor) and each.requires_grad]
+        for each in trained:
+            each.register_hook(lambda gradient: outside.append(_total(tracker.get_tracker_snapshot("peak"))))
+        if trained:
+            of = tracker.memory_tracking[module].snapshots
+            calls.append((module, _total(of[_ModState.POST_FW][-1]) - _total(of[_ModState.PRE_FW][-1])))
 
     with flops, tracker, ExitStack() as handles, _count_repeated(blocks, flops) as repeated:
         for block in blocks:
@@ -379,7 +383,7 @@ def _run(
         loss = loss_of(model)
         if not (isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad):
             raise ValueError("the function of the model returns no loss: return one number that depends on its weights")
-        forward = _by_name(flops, model)
+        forward, made = _by_name(flops, model), [*calls]  # checkpointed blocks are called again in the backward
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(lambda each: setattr(each, "grad", None))
@@ -392,10 +396,12 @@ def _run(
         if stats is None or _ModState.PEAK_BW not in stats.snapshots:  # not called, or frozen below all that is trained
             found.append(Block(0, 0, 0))
             continue
-        inside, after = (_total(stats.snapshots[state][-1]) for state in (_ModState.PRE_FW, _ModState.POST_FW))
+        sizes = [size for called, size in made if called is block]
+        # of a block that is called several times, the first call's backward is the last
+        held = sum(size for _, size in made[: [called for called, _ in made].index(block) + 1])
         highest = _total(stats.snapshots[_ModState.PEAK_BW][-1]) - before
-        kept += after - inside
-        found.append(Block(after - inside, stats.output_mem, highest - kept))
+        kept += sum(sizes)
+        found.append(Block(sum(sizes), stats.output_mem * len(sizes), highest - held))
     tail = (outside[0] if outside else peak + before) - before - kept
     known, total = Activations(tuple(found), tail, 0), _by_name(flops, model)
     work = {}
@@ -407,17 +413,17 @@ def _run(
 
 @contextmanager
 def _count_repeated(blocks: list[nn.Module], flops: FlopCounterMode) -> Iterator[dict[nn.Module, float]]:
-    """Count, for each block's forward, the operations before the last tensor that is saved for its backward.
+    """Count, in each block's forwards, the operations before the last tensor that is saved for its backward.
 
     ``torch.utils.checkpoint`` ends a repeated forward at the last saved tensor (``early_stop``).
     """
     repeated: dict[nn.Module, float] = {}
 
     def enter(block: nn.Module, _: Any) -> None:
-        before = flops.get_total_flops()
+        before = flops.get_total_flops() - repeated.get(block, 0.0)
 
         def pack(tensor: Tensor) -> Tensor:
-            repeated[block] = float(flops.get_total_flops() - before)
+            repeated[block] = flops.get_total_flops() - before
             return tensor
 
         open_hooks.enter_context(saved_tensors_hooks(pack, lambda tensor: tensor))
