@@ -134,6 +134,32 @@ def test_metrics_of_steps_that_a_module_makes_itself(tmp_path: Path) -> None:
 
 
 @ranks(1)
+def test_metrics_have_the_loss_of_a_micro_batch_undivided(tmp_path: Path) -> None:
+    import lightning
+
+    from yafsdp_cc.integrations.lightning import metrics_callback
+
+    class Accumulated(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(4, 4)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.net.parameters(), lr=0.1)
+
+        def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+            return self.net(batch).sum() * 0 + 3
+
+    quiet: dict[str, Any] = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
+    log = metrics_callback(tmp_path, every=1, show=False)
+    trainer = lightning.Trainer(
+        accelerator="cpu", devices=1, max_epochs=1, accumulate_grad_batches=4, callbacks=[log], **quiet
+    )
+    trainer.fit(Accumulated(), DataLoader(torch.ones(12, 4), batch_size=2))
+    assert read_run(tmp_path / "metrics.jsonl").curve("loss") == [(1, 3), (2, 3)]
+
+
+@ranks(1)
 def test_metrics_of_validations_during_training_alone(tmp_path: Path) -> None:
     import lightning
 

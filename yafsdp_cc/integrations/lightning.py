@@ -31,7 +31,9 @@ def metrics_callback(folder: str | Path, **options: Any) -> Callback:
         def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *_: Any) -> None:
             # a micro-batch that no optimizer step follows does not count
             if trainer.global_step > self.metrics.steps_made:
-                self.metrics.step(outputs.get("loss") if isinstance(outputs, dict) else outputs)
+                loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+                # Lightning hands over the loss divided by the number of micro-batches
+                self.metrics.step(loss if loss is None else loss * trainer.accumulate_grad_batches)
 
         def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
             # ``trainer.training`` is False during a validation
