@@ -32,6 +32,7 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], type[Exception], str]] = {
     "another dtype": (lambda m: m.half(), RuntimeError, "'0.0.weight' is sharded.*do that before shard"),
     "a copy": (copy.deepcopy, ValueError, "copy the model before shard"),
     "a pickle": (pickle.dumps, TypeError, r"state_dict\(\) with torch.distributed.checkpoint"),
+    "a shallow copy": (copy.copy, TypeError, r"cannot be pickled or copied"),
     "parts in a file": (
         lambda m: torch.save(m.state_dict(), io.BytesIO()),
         TypeError,
@@ -287,6 +288,8 @@ def test_gradients_and_weights_that_the_program_averages_itself() -> None:
         for call in (dist.all_reduce, lambda each: dist.broadcast(each, 0)):
             with pytest.raises(NotImplementedError, match=r"c10d.*'0.weight'.*are averaged over ranks.*leave the call"):
                 call(tensor)
+    with pytest.raises(NotImplementedError, match="of a ZeroRedundancyOptimizer, take the optimizer it wraps"):
+        ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.AdamW, parameters_as_bucket_view=True)
     zero = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.AdamW)
     before = weight.full_tensor()
     with pytest.raises(NotImplementedError, match=r"ZeroRedundancyOptimizer divides.*'0.weight'.*torch.optim.AdamW"):

@@ -405,8 +405,8 @@ class ShardedModule(FSDPModule, nn.Module):
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(
-            f"a sharded {class_of(self).__name__} cannot be pickled: one rank's part is no use without the others. "
-            "Save with yafsdp_cc.save(path, model), or model.state_dict() with torch.distributed.checkpoint"
+            f"a sharded {class_of(self).__name__} cannot be pickled or copied: one rank's part is no use without "
+            "the others. Save with yafsdp_cc.save(path, model), or model.state_dict() with torch.distributed.checkpoint"
         )
 
     def _specs(self, recurse: bool) -> Sequence[ParamGroupSpec]:

@@ -102,7 +102,7 @@ def instead_of_writing(spec: ShardSpec, target: torch.Tensor) -> str:
                 )
     return (
         f"{instead_while_whole(spec)}if that is of another model, as of a reference or an average of weights, shard "
-        f"that model, too; else {CALL_FULL}{STATE_OF_TORCH}"
+        f"that model, too; of a ZeroRedundancyOptimizer, take the optimizer it wraps; else {CALL_FULL}{STATE_OF_TORCH}"
     )
 
 
