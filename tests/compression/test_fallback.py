@@ -207,7 +207,7 @@ def test_a_resumed_run_has_gone_back_too(tmp_path):
 # What is measured
 
 
-@pytest.mark.parametrize("recursion", [CLASSIC, Recursion(taken=0.1), EF21], ids=str)
+@pytest.mark.parametrize("recursion", [CLASSIC, Recursion(taken=0.1), Recursion(carry=0.5), EF21], ids=str)
 @pytest.mark.parametrize("name", ["onebit", "ternary", "int4", "int8", "topk", "loud"])
 def test_what_is_left_unsaid_is_measured_from_message_and_residual(name, recursion):
     torch.manual_seed(0)
@@ -215,7 +215,7 @@ def test_what_is_left_unsaid_is_measured_from_message_and_residual(name, recursi
     gradients, message = torch.randn(2, n), torch.zeros(2, codec_of(name, 256).message_bytes(n), dtype=torch.uint8)
     residual = Residual.zeros(2, n, torch.float32, 256, gradients.device)
     residual.values.normal_()
-    due = residual.values.double() + gradients.double()
+    due = recursion.carry * residual.values.double() + gradients.double()
     error_feedback.encode(codec, gradients, message, residual=residual, recursion=recursion)
     said = torch.empty_like(gradients)
     error_feedback.decode(codec, message, said)

@@ -6,7 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from yafsdp_cc.compression.powersgd import LowRank, Matrix, fold, matrices_of
+from yafsdp_cc.compression.config import Compression
+from yafsdp_cc.compression.error_feedback import CompressionError, Feedback, PlainBuffer, Recursion, Residual
+from yafsdp_cc.compression.powersgd import LowRank, Matrix, SharedFactors, fold, matrices_of
+from yafsdp_cc.engine.layout import Extent, Layout
+from yafsdp_cc.engine.param import Divisor
 
 CPU = torch.device("cpu")
 RANK, BLOCK = 2, 64
@@ -184,3 +188,22 @@ def test_what_is_not_finite_sends_nan_for_its_matrix_alone(wrong, turns):
     assert len(changed)
     assert changed.max() < RANK * (30 + 20)
     assert lowrank.factors.isfinite().all()
+
+
+# What is measured
+
+
+@pytest.mark.parametrize("recursion", [Recursion(), Recursion(taken=0.1), Recursion(carry=0.5)], ids=str)
+def test_what_factors_lose_is_measured(recursion):
+    layout = Layout((Extent((32, 32), 0, 1024),), (1024,))
+    buffer = PlainBuffer("unit", layout, 0, CPU, Divisor(1, CPU))
+    encoder = SharedFactors(buffer, Compression("powersgd", block=BLOCK))
+    residual, error = Residual.zeros(1, 1024, torch.float32, BLOCK, CPU), CompressionError(CPU, 0.5, recursion)
+    torch.manual_seed(0)
+    residual.values.normal_()
+    gradients, message = torch.randn(1024), torch.empty(encoder.low_rank.message_numels[0])
+    due = gradients.double() + recursion.carry * residual.values[0].double()
+    encoder._encode(gradients.clone(), message, Feedback(residual, recursion, None, error))
+    found = decoded(encoder.low_rank, message, 0, 1024).double()
+    truth = torch.stack([each.square().sum() for each in (due - found, due, found)])
+    torch.testing.assert_close(error.sums, truth, rtol=1e-4, atol=0.0)

@@ -296,8 +296,8 @@ _GOLDEN = (5**0.5 - 1) / 2
 class CompressionError:
     """Measures how well a codec suits the gradients it encodes: the share ω = ‖h − D(m)‖² / ‖h‖² that messages lose.
 
-    h is the value to encode and D(m) the decoded message. After a message its residual is E = h − (1 − b)·g − a·D(m),
-    so h and h − D(m) come from residual, message and, in EF21, gradient: h − D(m) = E − (1 − a)·D(m) + (1 − b)·g.
+    h is the value to encode and D(m) the decoded message. E is the residual after the message, so h and h − D(m) come
+    from residual, message and, in EF21 and LoCo, gradient: h − D(m) = η·E − (1 − η·a)·D(m) + (1 − η·b)·g.
 
     A codec that keeps a share δ = 1 − ω of each message has residuals of at most ‖E‖² ≤ 4·ω/δ²·‖g‖² (Karimireddy et
     al., "Error Feedback Fixes SignSGD", 2019, lemma 3), so that messages which keep up with gradients g keep no less
@@ -339,10 +339,11 @@ class CompressionError:
         sizes = [end - start for _, start, end in parts]
         for (row, start, _), part in zip(parts, decoded.split(sizes), strict=True):
             decode_sum(codec, messages[row : row + 1], n, None, 0, part, start)
-        lost.sub_(decoded, alpha=1 - self.recursion.taken)
-        if self.recursion.added != 1:
+        carry, taken, added = self.recursion
+        lost.mul_(carry).sub_(decoded, alpha=1 - carry * taken)
+        if carry * added != 1:
             given = torch.cat([gradients[row, start:end] for row, start, end in parts])
-            lost.add_(given, alpha=1 - self.recursion.added)
+            lost.add_(given, alpha=1 - carry * added)
         self.add(lost, lost + decoded, decoded, share=len(lost) / residual.values.numel())
 
     @torch.no_grad()

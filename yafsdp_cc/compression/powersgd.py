@@ -294,13 +294,14 @@ class FactorEncoder(Encoder):
                 rows.add_(kept.load(), alpha=1 - recursion.carry)
         before = None if feedback.error is None else due.clone()
         self.low_rank.subtract(due, message, recursion.taken, self._is_finite, self._block)
+        if feedback.error is not None and before is not None:
+            for (kept, left), (_, was, _) in zip(parts, self._rows(before), strict=True):
+                # E is ``kept``, ``was`` is g + E, and ``left`` g + E − a·D(m): ``add`` takes h − D(m), h and D(m)
+                decoded = (was - left) / recursion.taken
+                was.sub_(kept.load(), alpha=1 - recursion.carry)
+                feedback.error.add(was - decoded, was, decoded)
         for (kept, rows), finite in zip(parts, self._rows(self._is_finite), strict=True):
             kept.store(rows, finite.values)
-        if feedback.error is not None and before is not None:
-            for (_, left), was in zip(parts, self._rows(before), strict=True):
-                # h is ``was``, and ``left`` is the residual E = h − a·D(m): ``add`` takes h − D(m), h and D(m)
-                decoded = (was.values - left) / recursion.taken
-                feedback.error.add(was.values - decoded, was.values, decoded)
 
 
 class ChunkFactors(FactorEncoder):
