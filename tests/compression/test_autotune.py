@@ -8,6 +8,7 @@ import logging
 import random
 import time
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -278,6 +279,19 @@ def test_a_fast_network_is_left_alone():
     """Bit for bit the gradients of exact sums, and the bytes."""
     on_ranks(2, on_a_fast_network)
     on_ranks(4, on_a_fast_network)
+
+
+def as_of_many_ranks() -> dict[str, float]:
+    model = sharded("auto")
+    flats = [flat for group in param_groups_of(model) for flat in group.flats]
+    with mock.patch.object(autotune, "_TRIAL", 100):
+        return autotuner_of(model)._measure_work(flats)
+
+
+def test_with_many_ranks_codecs_are_tried_on_a_block_each():
+    """One is more bytes than the trial's, as with 300 ranks and blocks of 4096."""
+    (work, _) = on_ranks(2, as_of_many_ranks)
+    assert work["int8"] > 0
 
 
 def told_by_numbers() -> None:

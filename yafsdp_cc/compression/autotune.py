@@ -504,7 +504,8 @@ class CodecAutotuner(CompressionObserver):
 
     def _measure_work(self, flats: Sequence[FlatParam]) -> dict[str, float]:
         config, peers = self._config, self.state.context.gather.comm.world - 1
-        chunk = min(max(max(flat.layout.chunks) for flat in flats), _TRIAL // peers) // config.block * config.block
+        most = max(_TRIAL // peers // config.block, 1) * config.block  # with many ranks a block each is more bytes
+        chunk = min(max(max(flat.layout.chunks) for flat in flats), most)
         # a rank encodes the chunks of all other ranks
         gradients = torch.zeros(peers, chunk, dtype=flats[0].reduce_dtype, device=self.state.context.device)
         work = {codec.name: seconds_per_element(codec, gradients, config.residual_dtype) for codec in self._candidates}
