@@ -1,4 +1,4 @@
-// fp32 and bf16: see yafsdp_cc/compression/codecs/floats.py.
+// fp32 and bf16: see yafsdp_cc/compression/codecs.py.
 #pragma once
 
 #include "../blocks.h"

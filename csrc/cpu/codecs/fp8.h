@@ -1,4 +1,4 @@
-// fp8: see yafsdp_cc/compression/codecs/fp8.py.
+// fp8: see yafsdp_cc/compression/codecs.py.
 #pragma once
 
 #include "steps.h"

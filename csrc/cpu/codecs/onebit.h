@@ -1,4 +1,4 @@
-// onebit: see yafsdp_cc/compression/codecs/onebit.py.
+// onebit: see yafsdp_cc/compression/codecs.py.
 #pragma once
 
 #include "../masks.h"

@@ -1,4 +1,4 @@
-// ternary: see yafsdp_cc/compression/codecs/ternary.py.
+// ternary: see yafsdp_cc/compression/codecs.py.
 #pragma once
 
 #include "steps.h"

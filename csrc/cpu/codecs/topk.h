@@ -1,4 +1,4 @@
-// topk: see yafsdp_cc/compression/codecs/topk.py. Its unit is a tile, not a block.
+// topk: see yafsdp_cc/compression/codecs.py. Its unit is a tile, not a block.
 #pragma once
 
 #include "../blocks.h"
