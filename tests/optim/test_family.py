@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from tests.optim.slopes import drawn
 from tests.optim.slopes import sharded as slopes
 from tests.ranks import on_ranks, ranks
 from tests.soak import also
+from yafsdp_cc.compression import error_feedback
 from yafsdp_cc.optim import OneBitAdam, OneBitLamb, OneBitSGD, ZeroOneAdam
 
 FAMILY: dict[str, Callable[..., Any]] = {
@@ -145,6 +147,19 @@ def test_a_parameter_that_is_frozen_while_its_unit_is_trained_keeps_what_waits_f
     model[2].weight.requires_grad_(True)
     train(10)
     assert not state("2.weight")["waits"].equal(before["2.weight"]["waits"])
+
+
+@ranks(2)
+def test_what_waits_for_a_frozen_parameter_is_kept_where_a_message_cannot_be_made() -> None:
+    compression = yafsdp_cc.Compression("topk", residual="fp32", fallback=False)
+    model: Any = yafsdp_cc.shard(net(), units=[nn.Sequential], compression=compression)
+    backward(model, 0)
+    model[2].weight.requires_grad_(False)
+    before = unsent(model)["2.weight"]
+    with mock.patch.object(error_feedback, "encode", side_effect=MemoryError), pytest.raises(MemoryError):
+        backward(model, 1)
+    assert before.any()
+    assert unsent(model)["2.weight"].equal(before)
 
 
 @pytest.mark.parametrize("mesh", [(2,), (2, 1)], ids=["shard", "replicas"])

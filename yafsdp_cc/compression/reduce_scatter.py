@@ -344,9 +344,11 @@ class CompressedSum(Collective):
         parts = [(part, part.load()) for param in self._frozen for part in self._residuals_of(param)]
         for part, _ in parts:
             part.clear()
-        yield
-        for part, waiting in parts:
-            part.store(part.load().add_(waiting))
+        try:
+            yield
+        finally:
+            for part, waiting in parts:
+                part.store(part.load().add_(waiting))
 
     @abstractmethod
     def _residuals_of(self, param: FSDPParam) -> Iterator[Residual]:
