@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import UserDict
 from collections.abc import Callable
 from itertools import product
 from typing import Any
@@ -106,15 +107,28 @@ def test_refused() -> None:
             pass
 
 
+class Encoding(UserDict[str, Any]):
+    """A mapping that is no dict, such as the encodings of Hugging Face's tokenizers."""
+
+
 @ranks(2)
 def test_a_loop_may_pop_entries_of_its_batches() -> None:
-    model, own = yafsdp_cc.shard(seeded(Mlp)), [{"x": inputs()[0], "labels": 1} for _ in range(1 + dist.get_rank())]
-    with yafsdp_cc.uneven(model) as batches:
-        for batch in batches(own):
-            assert batch.pop("labels") == 1
-            batch["seen"] = True
-            square(model, batch["x"]).backward()
-    assert [each.keys() for each in own] == [{"x", "seen"}] * len(own)  # the loop had the batches themselves
+    """Also of those within lists, tuples and dicts."""
+    model = yafsdp_cc.shard(seeded(Mlp))
+    wrappings: list[tuple[Callable[[Any], Any], Callable[[Any], Any]]] = [
+        (lambda batch: batch, lambda wrapped: wrapped),
+        (lambda batch: (0, batch), lambda wrapped: wrapped[1]),
+        (lambda batch: [batch], lambda wrapped: wrapped[0]),
+        (lambda batch: {"inner": (batch,)}, lambda wrapped: wrapped["inner"][0]),
+    ]
+    for kind, (wrap, unwrap) in product((dict, Encoding), wrappings):
+        own = [kind({"x": inputs()[0], "labels": 1}) for _ in range(1 + dist.get_rank())]
+        with yafsdp_cc.uneven(model) as batches:
+            for batch in map(unwrap, batches(map(wrap, own))):
+                assert batch.pop("labels") == 1
+                batch["seen"] = True
+                square(model, batch["x"]).backward()
+        assert [each.keys() for each in own] == [{"x", "seen"}] * len(own)  # the loop had the batches themselves
 
 
 class Rollout(Mlp):

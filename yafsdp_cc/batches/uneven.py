@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from yafsdp_cc.batches.skipped import check_outside_of_block
 from yafsdp_cc.fsdp2.module import require_state
@@ -61,10 +62,10 @@ class UnevenBatches:
                 if is_first and count < self._mesh.size():
                     offered = all_gather_objects((batch,) if has_data else None, all_groups(self._mesh))
                     last = next(each[0] for each in offered if each)
-                last = _copied(batch) if has_data else last
+                last = tree_map(_copied, batch) if has_data else last
                 is_first = False
                 self._weigh(self._mesh.size() / count if has_data else 0.0)
-                yield batch if has_data else _copied(last)
+                yield batch if has_data else tree_map(_copied, last)
         finally:
             self._weigh(1.0)
 
@@ -108,11 +109,11 @@ class UnevenBatches:
 _END: Any = object()
 
 
-def _copied(batch: Any) -> Any:
-    """Return a list or dict with the entries of ``batch``, of which a loop may pop some; other batches themselves."""
+def _copied(leaf: Any) -> Any:
+    """Return ``leaf``, copied where a loop may pop entries of it: ``tree_map`` copies plain containers around it."""
     with suppress(TypeError):  # some mappings refuse to be copied, those of open files for example
-        return copy(batch) if isinstance(batch, (list, MutableMapping)) else batch
-    return batch
+        return copy(leaf) if isinstance(leaf, (list, MutableMapping)) else leaf
+    return leaf
 
 
 @contextmanager
