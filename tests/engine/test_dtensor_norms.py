@@ -183,6 +183,8 @@ def stacked_with_other_numbers():
         yield torch.stack([grads[0].sum(), grads[0].max(), grads[0].min(), loss])
         yield torch.stack([grads[0].max(), loss * 100])
         yield torch.stack([grads[0].min(), loss * 100])
+        yield torch.stack([(grads[0] > 100).any(), (grads[0] == grads[0]).all(), loss > 0])
+        yield torch.stack([grads[0].any(), loss > 0])
 
     for found, expected in zip(stacks(ours), stacks(theirs), strict=True):
         torch.testing.assert_close(found.full_tensor() if isinstance(found, DTensor) else found, expected)

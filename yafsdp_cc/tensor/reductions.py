@@ -420,7 +420,7 @@ def _stacked(tensors: Sequence[torch.Tensor], dim: int = 0) -> LazyReduction | N
         if unknown and isinstance(x, LazyReduction) and x._value is None:
             rows.append(x._partials.local)
             continue
-        value = x.value() if isinstance(x, LazyReduction) else x
+        value = (x.value() if isinstance(x, LazyReduction) else x).double()
         known = kind.to_partial(value.abs()).copysign(value) if kind.is_sum else kind.to_partial(value)
         rows.append(known if is_first else torch.full_like(known, kind.of_empty))
     dtype = functools.reduce(torch.promote_types, (x.dtype for x in tensors))
