@@ -101,17 +101,20 @@ class BatchRollback:
             held = self._copies[key] = torch.empty_like(whole)
         held.copy_(whole)
 
+    def _saved_as(self, tensor: Tensor | None) -> Tensor | None:
+        """Save ``tensor`` and return it; return a copy of a sparse or nested one, which has no storage to copy."""
+        if tensor is not None and tensor.layout is not torch.strided:
+            return tensor.clone()
+        if tensor is not None and not tensor.is_meta:
+            self._save_tensor(tensor)
+        return tensor
+
     # Gradients -----------------------------------------------------------------------------------------------------
 
     def _save_gradients(self, state: FSDPState) -> None:
         ignored = {parameter for spec in state.specs for parameter in spec.ignored}
         for parameter in (*(param.parameter for param in state.params), *ignored):
-            grad = parameter.grad
-            if grad is not None and grad.layout is not torch.strided:
-                grad = grad.clone()  # sparse, as of an ignored embedding: no storage to copy
-            elif grad is not None:
-                self._save_tensor(grad)
-            self._undo.append(partial(setattr, parameter, "grad", grad))
+            self._undo.append(partial(setattr, parameter, "grad", self._saved_as(parameter.grad)))
         for group in state.groups:
             if group.grads is not None:  # ``set_requires_gradient_sync(False)`` keeps gradients for a later reduce
                 self._save_tensor(group.grads.buffer.data)
@@ -157,13 +160,8 @@ class BatchRollback:
     def _save_buffers(self, model: nn.Module) -> None:
         for module in model.modules():
             if module._buffers:
-                held: dict[str, Any] = dict(module._buffers)
+                held = {name: self._saved_as(buffer) for name, buffer in module._buffers.items()}
                 self._undo.append(partial(_replace, module._buffers, held))
-                for name, buffer in module._buffers.items():
-                    if buffer is not None and buffer.layout is not torch.strided:
-                        held[name] = buffer.clone()  # sparse or nested: no storage to copy
-                    elif buffer is not None and not buffer.is_meta:
-                        self._save_tensor(buffer)
 
     def _save_random_states(self, device: torch.device) -> None:
         self._undo.append(partial(torch.set_rng_state, torch.get_rng_state()))
