@@ -15,6 +15,7 @@ from tests.models import CASES, LENGTH, WIDTH, Mlp, Recursive, Transformer
 from tests.ranks import ranks
 from tests.twins import (
     added,
+    agrees,
     inputs,
     means,
     mine,
@@ -82,6 +83,19 @@ def test_settings_wait_for_awaited_backwards() -> None:
     loss.backward()
     same_gradients(model, added(*(means(plain, square, inputs(step=step)) for step in (1, 0))))
     assert internals.state_of(model) is not state
+
+
+@ranks(2)
+def test_settings_of_a_frozen_model_whose_inputs_require_gradients_on_one_rank() -> None:
+    model, plain = twins(lambda: Mlp().requires_grad_(False))
+    before = internals.state_of(model)
+    kept = model(mine(inputs()).requires_grad_(dist.get_rank() == 0))
+    model.set_reshard_after_forward(False)
+    agrees(model, plain, mine(inputs()))
+    assert internals.state_of(model) is before  # whose backward may come on that rank
+    del kept
+    agrees(model, plain, mine(inputs()))
+    assert internals.state_of(model) is not before
 
 
 @ranks(2)

@@ -195,15 +195,15 @@ class FSDPState(_ModelStep):
     def may_retire(self) -> bool:
         """Return whether another engine may take the parameters over: nothing is under way, and no backward is awaited.
 
-        ``may_retire`` is a collective if backwards are awaited: ranks tell whether a forward's graph is alive anywhere.
+        Ranks tell whether a forward's graph is alive anywhere, in a collective that no rank leaves out: of a frozen
+        model, those await a backward whose inputs require gradients.
         """
         if self.iteration is not None or _graph_task() != -1 or not self.is_idle:
             return False
-        if self.awaits_backward:
-            has_graph = any(iteration.awaited_version == self._awaited_version for iteration in self._iterations)
-            if any(all_gather_objects(has_graph, all_groups(self.context.info.mesh))):
-                return False
-            self.awaited_backwards = 0
+        has_graph = any(iteration.awaited_version == self._awaited_version for iteration in self._iterations)
+        if any(all_gather_objects(self.awaits_backward and has_graph, all_groups(self.context.info.mesh))):
+            return False
+        self.awaited_backwards = 0
         return True
 
     def retire(self) -> None:
