@@ -146,6 +146,23 @@ def test_blocks_that_are_called_several_times_hold_what_all_calls_do(repeats_eac
     assert more == _total(found.work_with(2)) - _total(found.work)
 
 
+class Checkpointing(GPT):
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+@ranks(1)
+def test_blocks_that_a_model_checkpoints_itself_hold_their_outputs() -> None:
+    build = partial(Checkpointing, width=96, depth=4, heads=3)
+    found = probe(Subject(build, loss_of_small), MixedPrecisionPolicy())
+    assert found.activations.peak() == tracked_peak(0, build)
+    assert _total(found.work) == _counted(0, build)
+
+
 class _Part(nn.Module):
     """A block that returns its output within ``form``."""
 

@@ -387,6 +387,8 @@ def _run(
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(lambda each: setattr(each, "grad", None))
+        for handle in (flops.mod_tracker._fw_pre_handle, flops.mod_tracker._fw_post_handle):
+            handle.remove()  # hooks on tensors that the model's own checkpointing computes again would keep them
         loss.backward()
         del loss
     peak = _total(tracker.get_tracker_snapshot("peak")) - before
@@ -420,6 +422,8 @@ def _count_repeated(blocks: list[nn.Module], flops: FlopCounterMode) -> Iterator
     repeated: dict[nn.Module, float] = {}
 
     def enter(block: nn.Module, _: Any) -> None:
+        if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+            return  # the model checkpoints the block, by hooks that others would hide
         before = flops.get_total_flops() - repeated.get(block, 0.0)
 
         def pack(tensor: Tensor) -> Tensor:
