@@ -15,7 +15,8 @@ def metrics_callback(folder: str | Path, **options: Any) -> Callback:
     """Return a callback for Lightning's ``Trainer(callbacks=[...])`` that writes ``metrics.jsonl``.
 
     The loss is the one that ``training_step`` returns, of the last micro-batch of a step. Scalars that a validation
-    logs are written when the validation ends.
+    logs are written when the validation ends. A resumed run goes on from Lightning's ``global_step``, which counts the
+    steps of several optimizers one by one.
 
     Args:
         options: arguments of ``yafsdp_cc.Metrics``; ``every`` counts optimizer steps.
