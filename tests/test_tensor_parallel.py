@@ -252,7 +252,7 @@ def test_small_parameters_are_recomputed_as_they_were_computed() -> None:
 
 
 class Returning(nn.Module):
-    """Returns its weight, too."""
+    """A layer that returns its weight, too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -263,7 +263,7 @@ class Returning(nn.Module):
 
 
 class Tying(nn.Module):
-    """Uses the weight of its first unit once more, behind all units."""
+    """A model that uses the weight of its first unit once more, behind all units."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -169,8 +169,8 @@ _FSDP1 = {
 
 _origins: WeakKeyDictionary[nn.Module, tuple[PlannedArgument, ...]] = WeakKeyDictionary()
 _work: WeakKeyDictionary[dist.ProcessGroup, Counter[int]] = WeakKeyDictionary()
-"""Newton-Schulz operations on the matrices that calls of ``fully_shard`` have given each rank of a group so far. All
-ranks keep a group until ``destroy_process_group()``; a mesh they drop at different times, and owners would differ."""
+"""Newton-Schulz operations on the matrices that calls of ``fully_shard`` have given each rank of a group so far. Meshes
+are no keys: ranks drop a mesh at different times, and owners would differ, where all keep a group until its end."""
 
 
 def _completed(function: Callable[P, Result]) -> Callable[P, Result]:
@@ -490,7 +490,7 @@ def fully_shard(
         owners = given.owners(division, ownership, is_complete=False, work=work)
     info = given.info
     check_equal(owned, all_groups(mesh), values=False)
-    settings = given.settings(mp_policy, ownership) | {"owners": list(owners.values())}
+    settings = given.settings(mp_policy, ownership) | {"ownership (owner of each matrix)": list(owners.values())}
     check_settings(settings, all_groups(mesh), "fully_shard()")
     _work[info.shard_group] = work
 

@@ -223,7 +223,7 @@ def test_shards_are_not_broadcast():
 
 
 class Layouts(nn.Module):
-    """With weights whose elements need not be in the order of their rows in memory."""
+    """A model whose weights need not lie in memory in the order of their rows."""
 
     def __init__(self, channels_last=False, transposed=False):
         super().__init__()

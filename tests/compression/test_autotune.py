@@ -289,7 +289,7 @@ def as_of_many_ranks() -> dict[str, float]:
 
 
 def test_with_many_ranks_codecs_are_tried_on_a_block_each():
-    """One is more bytes than the trial's, as with 300 ranks and blocks of 4096."""
+    """A block for each rank is more than ``_TRIAL`` with 300 ranks and blocks of 4096."""
     (work, _) = on_ranks(2, as_of_many_ranks)
     assert work["int8"] > 0
 

@@ -244,7 +244,7 @@ def buckets_anew() -> None:
 
 
 class Waves(nn.Module):
-    """Has complex weights, whose gradient of two losses is of low rank."""
+    """A layer with complex weights, whose gradient of two losses is of low rank."""
 
     def __init__(self) -> None:
         super().__init__()

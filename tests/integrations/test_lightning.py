@@ -148,7 +148,7 @@ def test_metrics_have_the_loss_of_a_micro_batch_undivided(tmp_path: Path) -> Non
             return torch.optim.SGD(self.net.parameters(), lr=0.1)
 
         def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
-            return self.net(batch).sum() * 0 + 3
+            return self.net(batch).sum() * 0 + 3 + index
 
     quiet: dict[str, Any] = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
     log = metrics_callback(tmp_path, every=1, show=False)
@@ -156,7 +156,7 @@ def test_metrics_have_the_loss_of_a_micro_batch_undivided(tmp_path: Path) -> Non
         accelerator="cpu", devices=1, max_epochs=1, accumulate_grad_batches=4, callbacks=[log], **quiet
     )
     trainer.fit(Accumulated(), DataLoader(torch.ones(12, 4), batch_size=2))
-    assert read_run(tmp_path / "metrics.jsonl").curve("loss") == [(1, 3), (2, 3)]
+    assert read_run(tmp_path / "metrics.jsonl").curve("loss") == [(1, 6), (2, 8)]  # of the last micro-batch
 
 
 @ranks(1)

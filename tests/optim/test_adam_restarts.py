@@ -266,7 +266,7 @@ def test_what_is_unfrozen_between_exact_sums_waits_for_one(kind: Any, settings: 
 def test_a_second_moment_that_begins_in_the_last_exact_step_waits_for_no_other(
     kind: Any, settings: dict[str, Any], first: int, seen: int, tmp_path: Any
 ) -> None:
-    """A part is unfrozen for that step, and the run is saved just after."""
+    """A part is unfrozen for the last exact step, and the run is saved just after that step."""
 
     def fresh() -> tuple[Any, Any]:
         model = sharded()

@@ -94,7 +94,7 @@ def test_the_limit_is_one_of_all_gradients_encoded_or_not(form: str) -> None:
 @pytest.mark.parametrize("to_none", [True, False])
 @ranks(2)
 def test_gradients_without_a_codec_that_are_cleared_before_the_step_are_in_no_norm(to_none: bool) -> None:
-    """As DINO clears those of its last layer at first; against AdamW in one process."""
+    """DINO clears gradients of its last layer so at first; AdamW in one process is the truth."""
     model = sharded(Lossless.name, compression={"overrides": {"parts.1.*": "fp32"}})
     optimizer = led(model, form="gradient", refreshes=1000, warmup_steps=2)
     whole = Slopes()

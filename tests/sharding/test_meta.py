@@ -77,7 +77,7 @@ def test_what_was_loaded_is_not_initialised() -> None:
 
 
 class Masked(nn.Linear):
-    """Its initialisation is of a whole matrix, and writes a buffer that no state dict has."""
+    """A layer whose ``reset_parameters`` writes a whole matrix, and a buffer that no state dict has."""
 
     def __init__(self) -> None:
         super().__init__(WIDTH, WIDTH)

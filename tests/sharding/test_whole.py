@@ -40,7 +40,7 @@ def test_whole_parameters(write: bool, caplog: pytest.LogCaptureFixture) -> None
 
 @ranks(2)
 def test_a_parameter_assigned_in_whole_parameters_is_kept(caplog: pytest.LogCaptureFixture) -> None:
-    """What cannot be kept is told: a warning without ``write``, an error with it, behind which the model trains on."""
+    """A warning without ``write``, and an error with it, tell what cannot be kept; the model trains on behind both."""
     model, plain = twins(lambda: Transformer(tied=True))
     batches = CASES["transformer"].batches(2)
     for write in (False, True):

@@ -128,7 +128,7 @@ def _ordered(model: nn.Module, x: Tensor, order: tuple[int, ...]) -> Tensor:
 
 
 class Hooked(nn.Module):
-    """Saves tensors as they are, by hooks, within a checkpoint or around one."""
+    """A model whose hooks save tensors as they are, within a checkpoint or around one."""
 
     def __init__(self, within: bool) -> None:
         super().__init__()

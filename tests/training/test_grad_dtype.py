@@ -52,7 +52,7 @@ def test_gradients_are_added_up_in_their_own_dtype(how: str) -> None:
 
 
 @ranks(2)
-def test_parameters_of_a_tensor_subclass_have_theirs() -> None:
+def test_parameters_of_a_tensor_subclass_keep_their_grad_dtype() -> None:
     """The loss is linear: gradients do not depend on the weights, which are gathered in float8."""
     model, plain = (nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.bfloat16) for _ in range(2))
     model.weight = nn.Parameter(Float8Weight(model.weight.detach()))

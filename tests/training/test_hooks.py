@@ -79,7 +79,7 @@ def test_hooks_run_for_what_a_rank_has_used(how: str) -> None:
 @pytest.mark.parametrize("how", ["steps", "scales", "raises"])
 @ranks(2)
 def test_hooks_run_once_for_two_forwards_and_one_backward(how: str) -> None:
-    """As in contrastive training, whose loss is of two forwards: a hook sees the whole gradient."""
+    """The loss of contrastive training is of two forwards: a hook must see the whole gradient, once."""
     model, plain = twins(Mlp)
     calls: list[nn.Parameter] = []
 

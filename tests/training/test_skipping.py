@@ -645,6 +645,7 @@ def test_gradients_of_earlier_micro_batches_stay_as_a_user_has_them() -> None:
 def test_a_sparse_buffer_is_as_before() -> None:
     model, graph = frail(), torch.eye(3).to_sparse()
     model.blocks[1].register_buffer("graph", graph.clone())
+    model.blocks[0].register_buffer("graph", model.blocks[1].graph)
     with yafsdp_cc.skip_together(model) as attempt:
         square(model, mine(inputs())).backward()
         model.blocks[1].graph.mul_(2)
@@ -652,6 +653,7 @@ def test_a_sparse_buffer_is_as_before() -> None:
             raise ValueError
     assert attempt.skipped
     assert torch.equal(model.blocks[1].graph.to_dense(), graph.to_dense())
+    assert model.blocks[0].graph is model.blocks[1].graph
 
 
 @ranks(2)

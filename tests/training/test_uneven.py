@@ -102,8 +102,8 @@ def test_refused() -> None:
     experts: Any = seeded(Mlp)
     alone = init_device_mesh("cpu", (2, 1), mesh_dim_names=("experts", "shard"))["shard"]
     yafsdp_cc.fully_shard(experts.blocks[0], mesh=alone)
-    for each in (mixes, yafsdp_cc.fully_shard(experts)):
-        with pytest.raises(ValueError, match="SyncBatchNorm, and of experts"), yafsdp_cc.uneven(each):
+    for each, told in ((mixes, "and the SyncBatchNorm '1' gives"), (yafsdp_cc.fully_shard(experts), "several meshes")):
+        with pytest.raises(ValueError, match=told), yafsdp_cc.uneven(each):
             pass
 
 
@@ -113,7 +113,7 @@ class Encoding(UserDict[str, Any]):
 
 @ranks(2)
 def test_a_loop_may_pop_entries_of_its_batches() -> None:
-    """Also of those within lists, tuples and dicts."""
+    """Batches within lists, tuples and dicts are copied, too, for the rank whose data has ended."""
     model = yafsdp_cc.shard(seeded(Mlp))
     wrappings: list[tuple[Callable[[Any], Any], Callable[[Any], Any]]] = [
         (lambda batch: batch, lambda wrapped: wrapped),
@@ -132,6 +132,8 @@ def test_a_loop_may_pop_entries_of_its_batches() -> None:
 
 
 class Rollout(Mlp):
+    """A model with another method than its forward, an output kept aside, and a parameter that may be ignored."""
+
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(WIDTH))
@@ -167,7 +169,7 @@ WAYS: list[Callable[[Any, Tensor], Tensor]] = [
 
 @ranks(2)
 def test_a_gradient_is_weighed_once_whichever_way_it_takes() -> None:
-    """Also where a repeated batch has an infinite loss, in parameters that are sharded, replicated or ignored."""
+    """Parameters are sharded, replicated or ignored, and a repeated batch has an infinite loss."""
     for ignores, way in product((False, True), WAYS):
         model, plain = seeded(Rollout), seeded(Rollout)
         yafsdp_cc.shard(model, units=["blocks.*"], ignored_params={model.scale} if ignores else None)

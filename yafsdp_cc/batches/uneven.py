@@ -34,6 +34,8 @@ class UnevenBatches:
     def __init__(self, state: FSDPState) -> None:
         self._mesh, self._params = state.context.info.mesh, state.params
         self._is_in_loop = False
+        self._own: Iterator[Any] | None = None
+        """Batches of the loop that was begun last."""
         self._weigh(1.0)
 
     def __call__(self, batches: Iterable[Batch]) -> Iterator[Batch]:
@@ -46,7 +48,7 @@ class UnevenBatches:
             RuntimeError: other ranks have left the loop by ``break``, or because their ``batches`` have raised.
         """
         self.leave()  # an earlier loop may have been left by ``break``
-        own = iter(batches)
+        own = self._own = iter(batches)
         last: Batch | None = None
         is_first = True
         self._is_in_loop = True
@@ -67,7 +69,8 @@ class UnevenBatches:
                 self._weigh(self._mesh.size() / count if has_data else 0.0)
                 yield batch if has_data else tree_map(_copied, last)
         finally:
-            self._weigh(1.0)
+            if self._own is own:  # else Python frees a loop that was left, perhaps amid another one
+                self._weigh(1.0)
 
     def _weigh(self, weight: float) -> None:
         self.weight = weight
@@ -150,11 +153,12 @@ def uneven(model: nn.Module) -> Iterator[UnevenBatches]:
     refuse_sync("uneven", model)
     if state.model is not model:
         raise ValueError(f"uneven takes the whole sharded model; this {type(model).__name__} is a part of one")
-    meshes = {spec.info.mesh for spec in state.specs}
-    if len(meshes) > 1 or any(isinstance(each, nn.SyncBatchNorm) for each in model.modules()):
+    mixing = next((name for name, each in model.named_modules() if isinstance(each, nn.SyncBatchNorm)), None)
+    if mixing is not None or len({spec.info.mesh for spec in state.specs}) > 1:
+        what = "parameters on several meshes, as experts have" if mixing is None else f"the SyncBatchNorm '{mixing}'"
         raise ValueError(
-            "uneven weighs each rank's gradients by its own batch; those of SyncBatchNorm, and of experts with a mesh "
-            "of their own, come from several: have as many batches on all ranks, by DistributedSampler(drop_last=True)"
+            f"uneven(model) weighs each rank's gradients by its own batch, and {what} gives a rank gradients of other "
+            "ranks' batches: have as many batches on all ranks, by DistributedSampler(drop_last=True)"
         )
     ignored = {each for spec in state.specs for each in spec.ignored if each.requires_grad}
     batches = UnevenBatches(state)
@@ -167,6 +171,7 @@ def uneven(model: nn.Module) -> Iterator[UnevenBatches]:
         yield batches
         batches.leave()
     finally:
+        batches._own = None
         batches._weigh(1.0)
         for hook in hooks:
             hook.remove()

@@ -126,7 +126,7 @@ def check_is_apart(path: Path, group: Group) -> None:
 
     Stages of a pipeline would replace each other's checkpoint. For the first rank of a group.
     """
-    if not (group and group[0] in dist.distributed_c10d._world.pg_map and group[0].size() < dist.get_world_size()):
+    if not (_is_alive(group) and group[0].size() < dist.get_world_size()):
         return
     store, key, own = _get_default_store(), f"yafsdp_cc/saved/{path}", dist.get_process_group_ranks(group[0])
     others, saved = json.loads(store.get(key)) if store.check([key]) else (own, ())
@@ -137,9 +137,13 @@ def check_is_apart(path: Path, group: Group) -> None:
         )
 
 
+def _is_alive(group: Group) -> bool:
+    return bool(group) and group[0] in dist.distributed_c10d._world.pg_map
+
+
 def record_save(path: Path, group: Group) -> None:
     """Let ``check_is_apart`` know whose checkpoint is at ``path`` now. For the first rank of ``group``."""
-    if group and group[0] in dist.distributed_c10d._world.pg_map:
+    if _is_alive(group):
         value = json.dumps((dist.get_process_group_ranks(group[0]), version(path)))
         _get_default_store().set(f"yafsdp_cc/saved/{path}", value)
 
@@ -224,8 +228,8 @@ def by_torch(doing: str, group: Group) -> Iterator[dict[str, Any]]:
         if group and group[0].size() > 1:
             try:
                 yield {"process_group": group[0]}
-            finally:  # without process groups torch's functions write or read one rank's part alone, and warn of it
-                if group[0] not in dist.distributed_c10d._world.pg_map:
+            finally:  # torch's functions write or read one rank's part without a process group, and only warn
+                if not _is_alive(group):
                     raise RuntimeError(
                         f"{doing}: destroy_process_group() was called meanwhile. Wait for asynchronous saves before, "
                         "by result() of what save() returns"

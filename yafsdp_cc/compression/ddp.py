@@ -75,7 +75,7 @@ def encoded_mean(state: CompressionHookState, bucket: GradBucket) -> torch.futur
             if key not in state.sums:
                 for stale in [other for other in state.sums if not set(other).isdisjoint(key)]:
                     del state.sums[stale]
-            sent = [real_view(each) for each in parameters]  # DDP's buckets are real
+            sent = [real_view(each) for each in parameters]  # DDP's buckets hold complex gradients as pairs
             starts = accumulate((each.numel() for each in sent), initial=0)
             places = [(start, each.shape) for start, each in zip(starts, sent, strict=False)]
             state.all_reduce_mean(total, state.group, f"ddp/{index}/{total.numel()}", key, places)

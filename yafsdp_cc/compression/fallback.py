@@ -89,7 +89,7 @@ class CodecFallback(CompressionObserver):
         self._codecs: dict[str, str] = {}
         """Codec that each collective's messages have fallen back to, by ``name_of``."""
         self._form: tuple[object, bool] = (None, False)
-        """Optimizer that sets the phases, and whether messages are of a momentum: as of ``_forwards`` and norms."""
+        """Optimizer that sets the phases, and whether messages hold a momentum, when ``_forwards`` last began anew."""
         self._strikes: dict[str, int] = {}
         self._smallest: dict[str, float] = {}
         self._best, self._rises = float("inf"), 0
@@ -242,6 +242,7 @@ class CodecFallback(CompressionObserver):
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Load what ``state_dict`` returned."""
         state = self.state
+        # ``beta`` is the checkpoint's here, by ``resume_decay``: the next forward sees an optimizer of another form
         self._form, self._forwards = (self._schedule.controller, self._schedule.beta > 0), saved["passes"]
         self._codecs, self._strikes, self._smallest = (dict(saved[name]) for name in ("codecs", "strikes", "least"))
         (self._best, self._rises), (self._loss, self._losses) = saved["rises"], saved["losses"]

@@ -250,7 +250,7 @@ class CompressedCommunication:
 
 
 def real_view(values: Tensor) -> Tensor:
-    """Return complex ``values`` as real ones, which codecs encode, in another dimension [..., 2]; others unchanged."""
+    """Return complex ``values`` as a real view [..., 2], which codecs can encode; return others unchanged."""
     return torch.view_as_real(values) if values.is_complex() else values
 
 

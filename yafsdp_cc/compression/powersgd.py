@@ -208,8 +208,9 @@ def _orthonormal(values: Tensor, before: Tensor) -> Tensor:
     """Return an orthonormal basis of the columns of ``values``, in fp64; ``before`` is the one that it replaces.
 
     Ranks round differently where they have other processors or numbers of threads, and gradients are lost where their
-    factors differ. Signs of columns, and all of a column beyond the rank of ``values``, would be such rounding: signs
-    make the diagonal of R positive, and a trace of ``before``, as small as the rounding of fp32, sets those columns.
+    factors differ. Rounding would decide the signs of columns and, beyond the rank of ``values``, whole columns. So
+    signs make the diagonal of R positive, and a trace of ``before``, as small as the rounding of fp32, sets those
+    columns.
     """
     wide = values.to(torch.float64)
     basis, upper = torch.linalg.qr(wide + (1e-7 * wide.norm(dim=0) + 1e-60) * before.to(torch.float64))

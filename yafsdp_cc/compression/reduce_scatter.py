@@ -120,7 +120,7 @@ class CompressedSum(Collective):
         self._encoder = None if self.codec_name == EXACT else self._make_encoder(codec)
         self._encodes = self._keeps_exact = self._adds_exact = self._is_momentum = False
         self._waits = False
-        """Whether ``exact_mean`` has partial sums that wait for a later sum over replicas, and ``.grad`` does not."""
+        """Whether ``exact_mean`` has partial sums that wait for a sum over replicas, and ``.grad`` does not yet."""
         self._frozen: list[FSDPParam] = []
         """Parameters of the buffer of which this sum has no gradient, as they are frozen, while others are trained."""
         self._deferred: set[FSDPParam] = set()
@@ -495,7 +495,7 @@ class CompressedReduceScatter(CompressedSum, ReduceScatter):
         if self.momentum is not None and self.schedule.beta > 0:
             self._add_to_momentum(self.momentum, own, self.schedule.share / self.schedule.beta)
             if self._poison is None:
-                self._pending = None  # sums would add what steps of the gradient form have left there
+                self._pending = None  # else the next sum would add what steps of the gradient form have left there
             return
         if self._pending is None:
             self._pending = torch.zeros(self.chunk, dtype=torch.float32, device=own.device)

@@ -304,7 +304,7 @@ class ParamGroup(StepState):
 
         Args:
             unsharded: the weights that the forward has read.
-            lent: how many users of the buffer have lent it, as backwards that this one interrupts; they gather again.
+            lent: how many users have lent the buffer, as backwards that this one interrupts; each gathers again.
             needed: whether the backward certainly reads the weights; else another group may keep the buffer.
         """
         buffer = unsharded.buffer

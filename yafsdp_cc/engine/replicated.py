@@ -251,7 +251,7 @@ def _asks(param: FSDPParam) -> bool:
 
 def hand_out_grads(reduced: Mapping[FSDPParam, bool], flags: Tensor | None) -> list[FSDPParam]:
     """Give parameters that another rank alone has used their ``.grad``; return those that any rank has used, in order.
-    Their post-accumulate-grad hooks run: an optimizer in a hook must not move others, whose ``.grad`` may be older.
+    Hooks are to run for those alone: an optimizer in a hook must not move others, whose ``.grad`` may be older.
     ``flags`` are ``usage_flags`` of ``reduced``, summed over ranks; None without other ranks."""
     used = {param for param, was_written in reduced.items() if was_written}
     asked = [param for param in reduced if param not in used and _asks(param)]

@@ -184,7 +184,7 @@ class FSDPState(_ModelStep):
 
     @property
     def awaits_backward(self) -> bool:
-        """Whether the backward of a forward is under way or may come: every rank finds the same.
+        """Whether the backward of a forward is under way or may come, alike on all ranks where a weight is trained.
 
         Forwards are counted, as ranks differ in which graphs are alive: a log of one rank may keep a loss, or a thread
         of gloo for a moment. No backward comes once the weights have changed; it would raise.
@@ -195,8 +195,8 @@ class FSDPState(_ModelStep):
     def may_retire(self) -> bool:
         """Return whether another engine may take the parameters over: nothing is under way, and no backward is awaited.
 
-        Ranks tell whether a forward's graph is alive anywhere, in a collective that no rank leaves out: of a frozen
-        model, those await a backward whose inputs require gradients.
+        Ranks tell each other whether a forward's graph is alive, in a collective that no rank leaves out: with a frozen
+        model only ranks whose inputs require gradients await a backward.
         """
         if self.iteration is not None or _graph_task() != -1 or not self.is_idle:
             return False

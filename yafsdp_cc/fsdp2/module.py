@@ -241,7 +241,7 @@ class ShardedModule(FSDPModule, nn.Module):
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide this module's summed gradients by ``factor`` instead of the number of ranks."""
         if not (isinstance(factor, Real) and 0 < abs(factor) < float("inf")):
-            raise ValueError(f"set_gradient_divide_factor takes a finite number other than 0, got {factor!r}")
+            raise ValueError(f"set_gradient_divide_factor({factor!r}) takes a finite number other than 0, such as 8.0")
         for spec in self._specs(False):
             divisor = Divisor(factor, spec.info.device)
             for part in spec.parts:
@@ -275,7 +275,8 @@ class ShardedModule(FSDPModule, nn.Module):
         """Set whether buffers are allocated by the process group, which registers them with NCCL.
 
         ``enable`` applies to all units that share buffers with this module, from the next forward on. Overflow buffers
-        and the shards, which all-gathers without a cast send from, are ordinary memory. Run on two ranks of one GPU.
+        and the shards, which all-gathers without a cast send from, are ordinary memory. ``tests/test_cuda.py`` enables
+        this on two ranks of one GPU.
         """
         _check_bool("enable", enable)
         for spec in self._specs(False):
@@ -356,7 +357,7 @@ class ShardedModule(FSDPModule, nn.Module):
         held: dict[Any, str] = {}
         for own in self._specs(recurse):
             reshard(own)
-            # a forward and ``whole_parameters`` show others in place of the shards that ``fn`` would convert
+            # a forward and ``whole_parameters`` show other tensors in place of the shards that ``fn`` would convert
             held |= {param.parameter: param.spec.name for param in own.params}
         held |= {each: name for name, each in self.named_parameters(recurse=recurse) if isinstance(each, FlatDTensor)}
         for parameter, name in held.items():
@@ -704,10 +705,11 @@ def whole_parameters(model: nn.Module, *, write: bool = False) -> Iterator[None]
             held = {module._parameters.get(attribute) for module, attribute in param.sites}
             if held == {shown[param]}:
                 continue
-            assigned, versions[param] = held.pop(), -1  # no version: the parameter counts as written to
-            if assigned is None or held or type(assigned) is not type(whole) or assigned.shape != whole.shape:
+            assigned, versions[param] = held.pop(), -1  # -1 is no version, so that the parameter counts as written to
+            is_alike = type(assigned) is type(whole) and assigned.shape == whole.shape and not assigned.is_meta
+            if held or not is_alike:
                 lost.append(param.spec.name)
-            elif write:
+            elif write and assigned is not None:
                 whole.requires_grad_(assigned.requires_grad).data.copy_(assigned)
         changed = [param.spec.name for param, whole in wholes.items() if whole._version != versions[param]]
         if changed and not write and state.context.gather.comm.rank == 0:
@@ -723,8 +725,8 @@ def whole_parameters(model: nn.Module, *, write: bool = False) -> Iterator[None]
             param.set_parameter(param.parameter)
     if lost and write:
         raise RuntimeError(
-            f"'{lost[0]}' ({len(lost)} in all) was replaced inside whole_parameters, not by one parameter of its shape "
-            "in all modules that hold it, and the change is dropped: write to it in place, as with copy_()"
+            f"'{lost[0]}' ({len(lost)} in all) was replaced inside whole_parameters, not by one parameter of its class "
+            "and shape in all modules that hold it, and the change is dropped: write to it in place, as with copy_()"
         )
 
 

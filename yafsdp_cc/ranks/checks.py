@@ -73,12 +73,12 @@ def check_settings(settings: Mapping[str, object], across: Sequence[dist.Process
 
 
 def check_dense(named: Iterable[tuple[str, object]], what: str) -> None:
-    """Raise a ``ValueError`` that names the first tensor that is not dense, if ``what`` takes only such."""
+    """Raise a ``ValueError`` that names the first tensor in ``named`` that is not dense: ``what`` takes none."""
     for name, each in named:
         if isinstance(each, torch.Tensor) and (each.layout is not torch.strided or each.is_nested or each.is_quantized):
             raise ValueError(
                 f"{what} takes dense tensors, and '{name}' is sparse, nested or quantised ({each.layout}): register "
-                "a dense buffer; checkpoints leave out those with persistent=False"
+                "a dense buffer, or, for checkpoints alone, pass persistent=False to register_buffer"
             )
 
 

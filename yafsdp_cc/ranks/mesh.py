@@ -108,8 +108,8 @@ def broadcast_from_first(tensor: Tensor, mesh: DeviceMesh, *, replicas_only: boo
 
 
 def writable(tensor: Tensor) -> Tensor:
-    """Return ``tensor``, detached; give one that cannot be written to, an expanded view or one from inference mode,
-    memory of its own before."""
+    """Return ``tensor``, detached. One that cannot be written to, an expanded view or one made in inference mode, first
+    gets memory of its own."""
     if type(tensor) is torch.Tensor and tensor.is_inference():
         torch.utils.swap_tensors(tensor, tensor.clone())
     elif tensor.layout is torch.strided and torch._debug_has_internal_overlap(tensor) == 1:

@@ -109,6 +109,6 @@ def _told(name: str, unit: str, values: dict[int, int], steps: int, age: int) ->
     return (
         f"after {steps} steps {named_ranks(others)} had another '{name}' than {named_ranks(alike)}{among} (compared: "
         f"unit '{unit or '(root)'}' and all replicated parameters). A bit has flipped, or code has changed it on some "
-        f"ranks alone, in the last {age} steps, whose snapshots and checkpoints may have it: go on from an earlier "
-        "checkpoint, and test that machine if it happens again"
+        f"ranks alone, in the last {age} steps{' or before this run' if age == steps else ''}. Later snapshots and "
+        "checkpoints may have it: go on from an earlier one, and test that machine if it happens again"
     )

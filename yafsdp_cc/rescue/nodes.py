@@ -27,8 +27,8 @@ _PART = 1 << 19
 """Bytes of one message: some milliseconds of a link of 1 Gbit/s, for which training may have to wait."""
 _TAG = 71
 _TICK = 2.0
-"""Seconds after which ranks that move files meet, so that no wait is as long as a whole copy: a process group's
-time-out tells of ranks that hang, however slow links are."""
+"""Seconds between the points at which ranks that move files meet. No wait is as long as a whole copy then, so that a
+process group's time-out tells of ranks that hang, however slow links are."""
 _PAUSE = 0.002
 """Seconds between questions whether a part may be sent."""
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -144,7 +144,7 @@ def transfer(
         may_send: returns whether to send a part now, given the fraction of this rank's bytes sent so far.
 
     Raises:
-        RuntimeError: on every rank: the program of some rank ends, and would wait for this thread.
+        RuntimeError: on every rank: the program of some rank ends while parts are left, and would wait for this thread.
     """
     rank, _ = place_in(group)
     sent = [each for each in transfers if each.source == rank]
@@ -171,10 +171,10 @@ def transfer(
     total, gone = sum(each.size for each in sent), 0
     while True:
         told = all_gather_objects((bool(left), threading.main_thread().is_alive()), group)
-        if ending := [rank for rank, (_, is_alive) in enumerate(told) if not is_alive]:
-            raise RuntimeError(f"{named_ranks(ending)} ended while files were copied")
         if not any(is_left for is_left, _ in told):
             break
+        if ending := [rank for rank, (_, is_alive) in enumerate(told) if not is_alive]:
+            raise RuntimeError(f"the program of {named_ranks(ending)} ended while files were copied to other nodes")
         tick = time.monotonic() + _TICK
         while left and time.monotonic() < tick:
             if may_send(gone / total):

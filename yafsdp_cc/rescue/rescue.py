@@ -151,9 +151,10 @@ class Rescue:
         """Snapshot under way; None as soon as training waits for it."""
         self._save: Future[None] | None = None
         """The last save at ``path``."""
-        self._stepped = stepped = set[Optimizer]()
+        self._stepped = stepped = weakref.WeakSet[Optimizer]()
         """Optimizers that have stepped since the last call of ``step``."""
-        self._hook = register_optimizer_step_post_hook(lambda optimizer, *_: stepped.add(optimizer))
+        hook = register_optimizer_step_post_hook(lambda optimizer, *_: stepped.add(optimizer))
+        weakref.finalize(self, hook.remove)
         _all.add(self)
         self._engines: list[GroupContext] = []
 
@@ -341,24 +342,27 @@ class Rescue:
     def close(self) -> None:
         """Wait for the snapshot and saves under way, and remove the snapshots: this training is over. A collective.
 
-        A program that is started again makes it again, from the checkpoint at ``path`` or from the beginning. While an
-        exception is handled, as by ``finally: rescue.close()``, snapshots stay, for the run that goes on from them.
+        A program that is started again makes it again, from the checkpoint at ``path`` or from the beginning. Within an
+        ``except`` or ``finally`` that handles an exception ``close`` waits for saves alone, and snapshots stay, for the
+        run that goes on from them: to end training there, call ``close`` behind the block.
 
         Raises:
             RuntimeError: the last checkpoint at ``path`` was not written. Snapshots stay; a second call removes them.
         """
+        wait_for_saves()  # a program may destroy the process group next, which saves at ``path`` need
         if sys.exc_info()[0] is not None:
             return
         with suppress(RuntimeError):  # nobody needs that snapshot any more
             self._wait()
-        wait_for_saves()  # a program may destroy the process group next, which saves at ``path`` need
         saved, self._save = self._save, None
         if self._steps >= 0:
             with together(self._ranks.back):
                 if saved is not None and (error := saved.exception()) is not None:
-                    raise RuntimeError(f"the last checkpoint at {self._path} was not written, snapshots stay: {error}")
+                    raise RuntimeError(
+                        f"the last checkpoint at {self._path} was not written ({error}), so snapshots stay: make room "
+                        "and call save(path, model, optimizer), or call close() again, which removes them"
+                    )
             Rescue._closed, self._steps = Rescue._closed + 1, -1
-            self._hook.remove()
         if self._lock is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._lock.close()
@@ -391,9 +395,10 @@ class Rescue:
         has_grads = any(each.grad is not None for each in self._model.parameters())
         if self._optimizers and not self._stepped and (has_grads or not all(each.is_idle for each in states)):
             warnings.warn(
-                "Rescue.step(): gradients that no optimizer step has taken are not in a snapshot: call step() behind "
-                "each optimizer.step(), not behind each micro-batch",
-                stacklevel=3,
+                "Rescue.step(): there are gradients that no optimizer step has taken, and a snapshot has none: call "
+                "step() behind each optimizer.step(), not behind each micro-batch. (Where a GradScaler has left a step "
+                "out, nothing is lost.)",
+                stacklevel=4,  # ``inference_mode`` wraps this method
             )
         if self._kept is None:  # ``restore`` may have loaded all values, and training tells stages apart
             check_is_one_value("Rescue.step()", self._model, self._ranks.front)
@@ -457,7 +462,9 @@ class Rescue:
             (self._folder / old / METADATA).unlink()
             (self._folder / old).rename(new)
         else:
-            new.mkdir(parents=True)  # the run's folder goes where a system removes a user's files at the logout
+            new.mkdir(
+                parents=True
+            )  # some systems empty /dev/shm of a user's files at the logout, the run's folder, too
 
     def _remove_all_but(self, *snapshots: str) -> None:
         for each in self._folder.glob("step-*"):
@@ -476,7 +483,7 @@ class Rescue:
 
 
 def _in_thread(function: Callable[..., None], *args: object) -> Future[None]:
-    """Call a function in a thread, which the end of the program waits for."""
+    """Call a function in a thread that is no daemon, so that the end of the program waits for it."""
     future = Future[None]()
 
     def run() -> None:

@@ -55,8 +55,8 @@ def place_buffers(
     """Move the buffers of ``model`` to ``device``, initialise those on the meta device, and return all.
 
     Args:
-        of_loaded: whether only modules whose own parameters have values initialise theirs. An initialisation writes
-            parameters, too, and some, such as ``orthogonal_``, cannot write shards.
+        of_loaded: whether to initialise buffers of those modules alone whose own parameters all have values.
+            ``reset_parameters()`` writes parameters, too, and functions such as ``orthogonal_`` cannot write shards.
 
     Raises:
         ValueError: a module with a buffer on the meta device has no way to initialise it.
