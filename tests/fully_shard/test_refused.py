@@ -112,7 +112,7 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], type[Exception], str]] = {
     "a divisor that is text": (
         lambda m: yafsdp_cc.fully_shard(m).set_gradient_divide_factor("2"),
         ValueError,
-        "set_gradient_divide_factor('2') takes a finite number other than 0",
+        r"set_gradient_divide_factor\('2'\) takes a finite number other than 0",
     ),
     "a plain module to prefetch": (
         lambda m: yafsdp_cc.fully_shard(m).set_modules_to_forward_prefetch([m.head]),
