@@ -7,6 +7,7 @@ same folders, are what a restart is.
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import random
 import re
@@ -14,6 +15,7 @@ import shutil
 import threading
 import time
 import warnings
+import weakref
 from collections import namedtuple
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -891,6 +893,18 @@ def test_close_keeps_snapshots_where_the_checkpoint_at_the_path_was_not_written(
         assert not (tmp_path / f"run-{dist.get_rank()}").exists()
 
     on_ranks(2, body)
+
+
+def test_a_rescue_that_is_gone_keeps_no_optimizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(MEMORY, str(tmp_path))
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    rescue = yafsdp_cc.Rescue(model, optimizer)
+    optimizer.step()
+    freed = weakref.ref(optimizer)
+    del rescue, optimizer
+    gc.collect()
+    assert freed() is None
 
 
 def test_close_keeps_snapshots_while_an_exception_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
