@@ -178,7 +178,7 @@ class CheckpointReader(FileSystemReader):
         dtype = stored.properties.dtype
         if not isinstance(tensor, Tensor) or (tensor.shape, tensor.dtype) != (size, dtype):
             found = f"{tensor.dtype} {list(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise ValueError(f"it holds {found}, not the {dtype} {list(size)} of '{index.fqn}'")
+            raise ValueError(f"the entry of '{index.fqn}' holds {found}, not {dtype} {list(size)}")
         for item in items:
             part = narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths)
             target = planner.resolve_tensor(item).detach()

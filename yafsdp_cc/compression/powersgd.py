@@ -169,7 +169,7 @@ class LowRank:
             is_finite[first // block : -(-last // block)] &= sent.isfinite().all()
 
     def add(self, message: Tensor, total: Tensor, first: int) -> None:
-        """Add the decoded ``message`` to ``total``: as many elements of the buffer from ``first`` on."""
+        """Add to ``total`` [n] elements ``first`` to ``first`` + n of the buffer that ``message`` encodes."""
         last = first + total.numel()
         for matrix, sent, held in self._parts(message):
             start, end = matrix.within(first, last)

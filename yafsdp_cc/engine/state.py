@@ -275,7 +275,7 @@ class FSDPState(_ModelStep):
         self.contents.check()
         context, self._hooked = self.context, {}  # no hook runs that an exception has kept back
         context.traces = profiler._is_profiler_enabled or NVTX_LISTENS
-        for observer in context.observers:  # before weights expire, as the one of ``skip_together`` may raise
+        for observer in context.observers:  # before weights expire: an observer may raise, as ``skip_together``'s
             observer.before_forward()
         self.expire_weights()
         self.replicated.refresh()

@@ -20,7 +20,7 @@ NO_CONTAINERS = (Tensor, type(None), bool, int, float, str)
 
 
 def returning_containers(given: Sequence[Any], passed: Sequence[Any], finish: Callable[[Any], Any]) -> Any:
-    """Return ``finish``, a function of a forward's output, with what the forward puts into its arguments added to it.
+    """Return a function that applies ``finish`` to a forward's output and to what it has put into its arguments.
 
     Args:
         given: arguments of the caller.
