@@ -54,9 +54,9 @@ def unpacked(request, tmp_path):
 EVERY_CASE = pytest.mark.parametrize("unpacked", CASES, indirect=True)
 
 
-OTHER_BITS = ("onebit_adam", "onebit_sgd", "zero_one_adam", "onebit_lamb")
-"""Cases with other last bits after a step: optimizers that make one rounding for each operation now, and norms that
-torch sums by instructions which the processor's name does not tell."""
+OTHER_BITS = ("onebit_adam", "onebit_sgd", "zero_one_adam", "onebit_lamb", "powersgd")
+"""Cases with other last bits after a step: optimizers that make one rounding for each operation now, norms that torch
+sums by instructions which the processor's name does not tell, and factors that are orthonormalized in fp64 now."""
 
 
 @EVERY_CASE

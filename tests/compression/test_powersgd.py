@@ -8,7 +8,7 @@ from torch import Tensor
 
 from yafsdp_cc.compression.config import Compression
 from yafsdp_cc.compression.error_feedback import CompressionError, Feedback, PlainBuffer, Recursion, Residual
-from yafsdp_cc.compression.powersgd import LowRank, Matrix, SharedFactors, fold, matrices_of
+from yafsdp_cc.compression.powersgd import LowRank, Matrix, SharedFactors, _orthonormal, fold, matrices_of
 from yafsdp_cc.engine.layout import Extent, Layout
 from yafsdp_cc.engine.param import Divisor
 
@@ -135,21 +135,29 @@ def test_the_residual_stays_bounded():
 
 @pytest.mark.parametrize("independent", range(4))
 def test_factors_hardly_depend_on_rounding(independent):
-    """Sums whose rows are in another order are rounded otherwise, as on ranks with more threads; bases are the same.
+    """Ranks with other numbers of threads round otherwise: a change in the last bits of fp64 stands for that.
 
-    Sums of fewer ``independent`` columns than a factor has, and with rows of zeros, as of tokens that are not used.
+    ``independent`` is the rank of the sums, at most that of a factor; rows of zeros are those of unused tokens.
     """
-    one, other = (LowRank([Matrix(0, 90, 40)], [], 3, "unit", CPU) for _ in range(2))
-    order = torch.randperm(90)
-    other._pairs[0][0].copy_(one._pairs[0][0][order])
-    columns = torch.randint(-9, 9, (90, independent)).float() * (torch.arange(90) % 3 == 1).unsqueeze(-1)
-    sums = columns @ torch.randint(-9, 9, (independent, 3)).float()
-    one.advance(sums.flatten())
-    other.advance(sums[order].flatten())
-    found = factor(one, 0, False)
+    columns = torch.randint(-9, 9, (90, independent)).double() * (torch.arange(90) % 3 == 1).unsqueeze(-1)
+    sums = columns @ torch.randint(-9, 9, (independent, 3)).double()
+    found = _orthonormal(sums)
     assert torch.allclose(found.t() @ found, torch.eye(3).double(), atol=1e-6)
-    assert torch.allclose(found @ found.t() @ sums.double(), sums.double(), atol=1e-5 * (1 + sums.norm()))
-    assert torch.allclose(found[order], factor(other, 0, False), atol=1e-7)
+    assert torch.allclose(found @ found.t() @ sums, sums, atol=1e-5 * (1 + sums.norm()))
+    assert torch.allclose(_orthonormal(sums * (1 + 1e-15 * torch.randn(90, 3))), found, atol=1e-6)
+
+
+def test_weights_without_a_gradient_get_none():
+    """One row has a gradient, that of the one token in an embedding's batches: fewer rows than factors have columns."""
+    lowrank, due = LowRank([Matrix(0, 30, 20)], [], 3, "unit", CPU), torch.zeros(600)
+    for step in range(8):
+        due[100:120] += drawn(step)[:20]
+        (message,) = messages_of(lowrank, [due])
+        total = torch.zeros(600)
+        lowrank.add(message, total, 0)
+        assert total[:100].count_nonzero() == total[120:].count_nonzero() == 0
+        lowrank.advance(message)
+    assert due.norm() < 1e-5 * total.norm()
 
 
 def test_factors_start_alike_and_anew():

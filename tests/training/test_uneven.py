@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import UserDict
 from collections.abc import Callable
@@ -102,7 +103,10 @@ def test_refused() -> None:
     experts: Any = seeded(Mlp)
     alone = init_device_mesh("cpu", (2, 1), mesh_dim_names=("experts", "shard"))["shard"]
     yafsdp_cc.fully_shard(experts.blocks[0], mesh=alone)
-    for each, told in ((mixes, "and the SyncBatchNorm '1' gives"), (yafsdp_cc.fully_shard(experts), "several meshes")):
+    for each, told in (
+        (mixes, "and the SyncBatchNorm '1' gives"),
+        (yafsdp_cc.fully_shard(experts), "parameters on other ranks"),
+    ):
         with pytest.raises(ValueError, match=told), yafsdp_cc.uneven(each):
             pass
 
@@ -217,3 +221,25 @@ def test_leaving_the_loop() -> None:
     with pytest.raises(OSError, match="cannot be decoded"):
         _loop(model, fails=True)
     _loop(model)
+
+
+@ranks(2)
+def test_a_model_in_front_of_another_is_weighed_if_it_is_given() -> None:
+    """A loop that was left weighs nothing when Python frees it, amid another one."""
+    torch.manual_seed(0)
+    front, model = nn.Linear(64, WIDTH), seeded(Mlp)
+    plain = nn.Sequential(copy.deepcopy(front), copy.deepcopy(model))
+    x = torch.randn(2, 3, 64)
+    yafsdp_cc.shard(front)
+    yafsdp_cc.fully_shard(model, mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)))
+    with yafsdp_cc.uneven(model, front) as batches:
+        left: Any = batches([x[0]] if dist.get_rank() == 0 else [])
+        square(model, front(next(left))).backward()
+    with yafsdp_cc.uneven(model, front) as batches:
+        for batch in batches([x[1]] if dist.get_rank() == 0 else []):
+            left = None
+            square(model, front(batch)).backward()
+    for each in x:
+        square(plain, each).backward()
+    for one, other in zip((*front.parameters(), *model.parameters()), plain.parameters(), strict=True):
+        assert torch.allclose(whole(one.grad), other.grad, rtol=1e-4, atol=1e-6)

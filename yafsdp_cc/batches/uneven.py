@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import copy
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -31,8 +31,9 @@ class UnevenBatches:
     """Weight of this rank's batch in a mean over ranks: the number of ranks divided by the number of ranks that have a
     batch; 0 if this rank's own batches have ended. Multiply reported values by it."""
 
-    def __init__(self, state: FSDPState) -> None:
-        self._mesh, self._params = state.context.info.mesh, state.params
+    def __init__(self, states: Sequence[FSDPState]) -> None:
+        self._mesh = states[0].context.info.mesh
+        self._params = [param for state in states for param in state.params]
         self._is_in_loop = False
         self._own: Iterator[Any] | None = None
         """Batches of the loop that was begun last."""
@@ -64,10 +65,10 @@ class UnevenBatches:
                 if is_first and count < self._mesh.size():
                     offered = all_gather_objects((batch,) if has_data else None, all_groups(self._mesh))
                     last = next(each[0] for each in offered if each)
-                last = tree_map(_copied, batch) if has_data else last
+                last = tree_map(_copied, batch, is_leaf=_is_row) if has_data else last
                 is_first = False
                 self._weigh(self._mesh.size() / count if has_data else 0.0)
-                yield batch if has_data else tree_map(_copied, last)
+                yield batch if has_data else tree_map(_copied, last, is_leaf=_is_row)
         finally:
             if self._own is own:  # else Python frees a loop that was left, perhaps amid another one
                 self._weigh(1.0)
@@ -119,9 +120,14 @@ def _copied(leaf: Any) -> Any:
     return leaf
 
 
+def _is_row(each: Any) -> bool:
+    """Return whether ``each`` is a list of numbers or texts, of which a batch may have thousands."""
+    return isinstance(each, list) and isinstance(next(iter(each), None), (int, float, str))
+
+
 @contextmanager
-def uneven(model: nn.Module) -> Iterator[UnevenBatches]:
-    """Train ``model`` on as many batches as each rank has. A collective, at both ends.
+def uneven(model: nn.Module, *others: nn.Module) -> Iterator[UnevenBatches]:
+    """Train one model, or several, on as many batches as each rank has. A collective, at both ends.
 
     ::
 
@@ -135,33 +141,37 @@ def uneven(model: nn.Module) -> Iterator[UnevenBatches]:
     A rank whose loader has ended repeats its last batch with zero gradients, so that it takes part in collectives and
     updates its shards; gradients are averaged over the ranks that had a batch. All ranks leave the loop after the same
     number of batches; all ranks must ``break`` or ``return`` together. The weight applies to gradients of parameters,
-    whichever of ``model``'s modules or methods are called; terms of a loss that read sharded parameters outside of them
-    (weight decay, penalties) are not weighted, nor are other models.
+    whichever of the models' modules or methods are called; terms of a loss that read sharded parameters outside of them
+    (weight decay, penalties) are not weighted, nor are models that are not given, such as an encoder in front.
 
     Args:
         model: the model that was passed to ``shard``.
+        others: further models that are trained on these batches, sharded across the same ranks.
 
     Yields:
         An ``UnevenBatches``: call it on this rank's batches; it has the ``weight`` of each.
 
     Raises:
-        ValueError: ``model`` is not sharded, only a part of a sharded model, or sharded with ``sync``; or its ranks
-            exchange gradients within a layer.
+        ValueError: a model is not sharded, only a part of a sharded model, on other ranks than the first one, or sharded
+            with ``sync``; or its ranks exchange gradients within a layer.
         RuntimeError: on all ranks: some ranks have left the loop and others have not.
     """
-    state = require_state(model)
-    refuse_sync("uneven", model)
-    if state.model is not model:
-        raise ValueError(f"uneven takes the whole sharded model; this {type(model).__name__} is a part of one")
-    mixing = next((name for name, each in model.named_modules() if isinstance(each, nn.SyncBatchNorm)), None)
-    if mixing is not None or len({spec.info.mesh for spec in state.specs}) > 1:
-        what = "parameters on several meshes, as experts have" if mixing is None else f"the SyncBatchNorm '{mixing}'"
+    models = (model, *others)
+    states = [require_state(each) for each in models]
+    refuse_sync("uneven", *models)
+    for each, state in zip(models, states, strict=True):
+        if state.model is not each:
+            raise ValueError(f"uneven takes the whole sharded model; this {type(each).__name__} is a part of one")
+    mixing = [name for each in models for name, part in each.named_modules() if isinstance(part, nn.SyncBatchNorm)]
+    meshes = {tuple(spec.info.mesh.mesh.flatten().tolist()) for state in states for spec in state.specs}
+    if mixing or len(meshes) > 1:
+        what = f"the SyncBatchNorm '{mixing[0]}'" if mixing else "parameters on other ranks, as experts have them,"
         raise ValueError(
             f"uneven(model) weighs each rank's gradients by its own batch, and {what} gives a rank gradients of other "
             "ranks' batches: have as many batches on all ranks, by DistributedSampler(drop_last=True)"
         )
-    ignored = {each for spec in state.specs for each in spec.ignored if each.requires_grad}
-    batches = UnevenBatches(state)
+    ignored = {each for state in states for spec in state.specs for each in spec.ignored if each.requires_grad}
+    batches = UnevenBatches(states)
 
     def weighed(grad: Tensor) -> Tensor:
         return grad * batches.weight if batches.weight else torch.zeros_like(grad)

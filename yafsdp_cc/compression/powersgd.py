@@ -33,7 +33,16 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from yafsdp_cc.compression.error_feedback import RECEIVED, SENT, SUM, Encoder, Feedback, PeerChunks, other_chunks
+from yafsdp_cc.compression.error_feedback import (
+    GOLDEN,
+    RECEIVED,
+    SENT,
+    SUM,
+    Encoder,
+    Feedback,
+    PeerChunks,
+    other_chunks,
+)
 
 if TYPE_CHECKING:
     from yafsdp_cc.compression.config import Compression
@@ -141,7 +150,7 @@ class LowRank:
         for pair in self._pairs:
             for factor in pair:
                 drawn = torch.randn(factor.shape, generator=draws, dtype=torch.float32, device="cpu")
-                factor.copy_(_orthonormal(drawn, drawn))
+                factor.copy_(_orthonormal(drawn))
         self.sends_right = False
 
     def encode(self, due: Tensor, message: Tensor) -> None:
@@ -187,7 +196,7 @@ class LowRank:
         for (_, sent, _), pair in zip(self._parts(total), self._pairs, strict=True):
             factor = pair[self.sends_right]
             finite = sent[0, 0].isfinite()
-            factor.copy_(torch.where(finite, _orthonormal(torch.where(finite, sent, 0.0), factor), factor))
+            factor.copy_(torch.where(finite, _orthonormal(torch.where(finite, sent, 0.0)), factor))
         self.sends_right = not self.sends_right
 
     def _parts(self, message: Tensor) -> list[tuple[Matrix, Tensor, Tensor]]:
@@ -204,17 +213,21 @@ class LowRank:
         return list(zip(parts, self.rest, strict=True))
 
 
-def _orthonormal(values: Tensor, before: Tensor) -> Tensor:
-    """Return an orthonormal basis of the columns of ``values``, in fp64; ``before`` is the one that it replaces.
+def _orthonormal(values: Tensor) -> Tensor:
+    """Return an orthonormal basis of the columns of ``values``, in fp64, with zeros where rows of ``values`` are zero.
 
     Ranks round differently where they have other processors or numbers of threads, and gradients are lost where their
     factors differ. Rounding would decide the signs of columns and, beyond the rank of ``values``, whole columns. So
-    signs make the diagonal of R positive, and a trace of ``before``, as small as the rounding of fp32, sets those
-    columns.
+    signs make the diagonal of R positive, and a trace of spread numbers, as small as the rounding of fp32, sets those
+    columns: not in rows of zeros, which are weights without a gradient, such as embeddings of unused tokens.
     """
     wide = values.to(torch.float64)
-    basis, upper = torch.linalg.qr(wide + (1e-7 * wide.norm(dim=0) + 1e-60) * before.to(torch.float64))
-    return torch.where(upper.diagonal() < 0, -basis, basis)
+    used = (wide != 0).any(dim=1, keepdim=True)
+    used |= used.any().logical_not()
+    rows, columns = (torch.arange(1, n + 1, dtype=torch.float64, device=wide.device) for n in wide.shape)
+    spread = ((torch.outer(rows, columns) * GOLDEN).frac() - 0.5) / len(wide) ** 0.5
+    basis, upper = torch.linalg.qr(wide + (1e-7 * wide.norm(dim=0) + 1e-60) * spread * used)
+    return torch.where(upper.diagonal() < 0, -basis, basis) * used
 
 
 def _add_product(left: Tensor, right: Tensor, start: int, end: int, into: Tensor) -> None:

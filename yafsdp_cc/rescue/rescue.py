@@ -342,16 +342,13 @@ class Rescue:
     def close(self) -> None:
         """Wait for the snapshot and saves under way, and remove the snapshots: this training is over. A collective.
 
-        A program that is started again makes it again, from the checkpoint at ``path`` or from the beginning. Within an
-        ``except`` or ``finally`` that handles an exception ``close`` waits for saves alone, and snapshots stay, for the
-        run that goes on from them: to end training there, call ``close`` behind the block.
+        A program that is started again makes it again, from the checkpoint at ``path`` or from the beginning: call
+        ``close`` where training has ended, not in a ``finally`` that an error comes to as well.
 
         Raises:
             RuntimeError: the last checkpoint at ``path`` was not written. Snapshots stay; a second call removes them.
         """
         wait_for_saves()  # a program may destroy the process group next, which saves at ``path`` need
-        if sys.exc_info()[0] is not None:
-            return
         with suppress(RuntimeError):  # nobody needs that snapshot any more
             self._wait()
         saved, self._save = self._save, None
