@@ -152,8 +152,8 @@ def uneven(model: nn.Module, *others: nn.Module) -> Iterator[UnevenBatches]:
         An ``UnevenBatches``: call it on this rank's batches; it has the ``weight`` of each.
 
     Raises:
-        ValueError: a model is not sharded, only a part of a sharded model, on other ranks than the first one, or sharded
-            with ``sync``; or its ranks exchange gradients within a layer.
+        ValueError: a model is not sharded, only a part of a sharded model, sharded with ``sync``, or on other ranks than
+            the first one; or its ranks exchange gradients within a layer.
         RuntimeError: on all ranks: some ranks have left the loop and others have not.
     """
     models = (model, *others)
