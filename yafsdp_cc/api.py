@@ -170,7 +170,7 @@ _FSDP1 = {
 _origins: WeakKeyDictionary[nn.Module, tuple[PlannedArgument, ...]] = WeakKeyDictionary()
 _work: WeakKeyDictionary[dist.ProcessGroup, Counter[int]] = WeakKeyDictionary()
 """Newton-Schulz operations on the matrices that calls of ``fully_shard`` have given each rank of a group so far. Meshes
-are no keys: ranks drop a mesh at different times, and owners would differ, where all keep a group until its end."""
+are no keys: ranks drop a mesh at different times, so that owners would differ, but keep a group until its end."""
 
 
 def _completed(function: Callable[P, Result]) -> Callable[P, Result]:

@@ -104,7 +104,7 @@ def test_refused() -> None:
     alone = init_device_mesh("cpu", (2, 1), mesh_dim_names=("experts", "shard"))["shard"]
     yafsdp_cc.fully_shard(experts.blocks[0], mesh=alone)
     for each, told in (
-        (mixes, "and the SyncBatchNorm '1' gives"),
+        (mixes, "those of the SyncBatchNorm '1' come"),
         (yafsdp_cc.fully_shard(experts), "parameters on other ranks"),
     ):
         with pytest.raises(ValueError, match=told), yafsdp_cc.uneven(each):

@@ -158,11 +158,11 @@ class BatchRollback:
     # Buffers, random states --------------------------------------------------------------------------------------
 
     def _save_buffers(self, model: nn.Module) -> None:
-        buffers = {buffer for module in model.modules() for buffer in module._buffers.values()}
-        saved = {buffer: self._saved_as(buffer) for buffer in buffers}  # one that modules share stays shared
+        buffers = {id(buffer): buffer for module in model.modules() for buffer in module._buffers.values()}
+        saved = {key: self._saved_as(buffer) for key, buffer in buffers.items()}  # one that modules share stays shared
         for module in model.modules():
             if module._buffers:
-                held = {name: saved[buffer] for name, buffer in module._buffers.items()}
+                held = {name: saved[id(buffer)] for name, buffer in module._buffers.items()}
                 self._undo.append(partial(_replace, module._buffers, held))
 
     def _save_random_states(self, device: torch.device) -> None:

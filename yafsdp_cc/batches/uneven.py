@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import copy
+from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -49,7 +50,7 @@ class UnevenBatches:
             RuntimeError: other ranks have left the loop by ``break``, or because their ``batches`` have raised.
         """
         self.leave()  # an earlier loop may have been left by ``break``
-        own = self._own = iter(batches)
+        own = self._own = chain.from_iterable([batches])  # its first batch calls ``iter``, which may raise on one rank
         last: Batch | None = None
         is_first = True
         self._is_in_loop = True
@@ -71,6 +72,7 @@ class UnevenBatches:
                 yield batch if has_data else tree_map(_copied, last, is_leaf=_is_row)
         finally:
             if self._own is own:  # else Python frees a loop that was left, perhaps amid another one
+                self._own = None
                 self._weigh(1.0)
 
     def _weigh(self, weight: float) -> None:
@@ -121,8 +123,8 @@ def _copied(leaf: Any) -> Any:
 
 
 def _is_row(each: Any) -> bool:
-    """Return whether ``each`` is a list of numbers or texts, of which a batch may have thousands."""
-    return isinstance(each, list) and isinstance(next(iter(each), None), (int, float, str))
+    """Return whether ``each`` is a list of numbers or texts alone, of which a batch may have thousands."""
+    return isinstance(each, list) and all(isinstance(entry, (int, float, str)) for entry in each)
 
 
 @contextmanager
@@ -152,8 +154,8 @@ def uneven(model: nn.Module, *others: nn.Module) -> Iterator[UnevenBatches]:
         An ``UnevenBatches``: call it on this rank's batches; it has the ``weight`` of each.
 
     Raises:
-        ValueError: a model is not sharded, only a part of a sharded model, sharded with ``sync``, or on other ranks than
-            the first one; or its ranks exchange gradients within a layer.
+        ValueError: a model is not sharded, only a part of a sharded model, sharded with ``sync``, or on other ranks
+            than the first one; or a layer exchanges gradients between ranks.
         RuntimeError: on all ranks: some ranks have left the loop and others have not.
     """
     models = (model, *others)
@@ -163,12 +165,12 @@ def uneven(model: nn.Module, *others: nn.Module) -> Iterator[UnevenBatches]:
         if state.model is not each:
             raise ValueError(f"uneven takes the whole sharded model; this {type(each).__name__} is a part of one")
     mixing = [name for each in models for name, part in each.named_modules() if isinstance(part, nn.SyncBatchNorm)]
-    meshes = {tuple(spec.info.mesh.mesh.flatten().tolist()) for state in states for spec in state.specs}
+    meshes = {frozenset(spec.info.mesh.mesh.flatten().tolist()) for state in states for spec in state.specs}
     if mixing or len(meshes) > 1:
-        what = f"the SyncBatchNorm '{mixing[0]}'" if mixing else "parameters on other ranks, as experts have them,"
+        what = f"the SyncBatchNorm '{mixing[0]}'" if mixing else "parameters on other ranks (experts, another model)"
         raise ValueError(
-            f"uneven(model) weighs each rank's gradients by its own batch, and {what} gives a rank gradients of other "
-            "ranks' batches: have as many batches on all ranks, by DistributedSampler(drop_last=True)"
+            f"uneven weighs each rank's gradients by its own batch, and those of {what} come from others' batches: "
+            "have as many batches on all ranks, by DistributedSampler(drop_last=True)"
         )
     ignored = {each for state in states for spec in state.specs for each in spec.ignored if each.requires_grad}
     batches = UnevenBatches(states)

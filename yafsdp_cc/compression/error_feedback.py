@@ -289,7 +289,7 @@ def lost_share(codec: str, block: int) -> float:
 SUMS = 3
 SAMPLES = 16
 """Number of parts of messages, each of ``PART`` elements, that one measurement decodes."""
-GOLDEN = (5**0.5 - 1) / 2
+_GOLDEN = (5**0.5 - 1) / 2
 """The golden ratio's fraction: its multiples modulo 1 are evenly spread, however many there are."""
 
 
@@ -312,7 +312,7 @@ class CompressionError:
 
     def __init__(self, device: torch.device, kept: float, recursion: Recursion = CLASSIC, rank: int = 0) -> None:
         self.recursion = recursion
-        self._shift = rank * GOLDEN % 1
+        self._shift = rank * _GOLDEN % 1
         self.least = (max(kept, 0.0) / 4) ** 2 * recursion.taken**0.5
         """Least share of the values' squares that messages must keep: below it residuals grow."""
         self.sums = torch.zeros(SUMS, dtype=torch.float64, device=device)

@@ -33,16 +33,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from yafsdp_cc.compression.error_feedback import (
-    GOLDEN,
-    RECEIVED,
-    SENT,
-    SUM,
-    Encoder,
-    Feedback,
-    PeerChunks,
-    other_chunks,
-)
+from yafsdp_cc.compression.error_feedback import RECEIVED, SENT, SUM, Encoder, Feedback, PeerChunks, other_chunks
 
 if TYPE_CHECKING:
     from yafsdp_cc.compression.config import Compression
@@ -195,7 +186,7 @@ class LowRank:
         """Orthonormalize the sum of all messages into the factor that is not sent next, if the sum is finite."""
         for (_, sent, _), pair in zip(self._parts(total), self._pairs, strict=True):
             factor = pair[self.sends_right]
-            finite = sent[0, 0].isfinite()
+            finite = sent.isfinite().all()
             factor.copy_(torch.where(finite, _orthonormal(torch.where(finite, sent, 0.0)), factor))
         self.sends_right = not self.sends_right
 
@@ -219,13 +210,18 @@ def _orthonormal(values: Tensor) -> Tensor:
     Ranks round differently where they have other processors or numbers of threads, and gradients are lost where their
     factors differ. Rounding would decide the signs of columns and, beyond the rank of ``values``, whole columns. So
     signs make the diagonal of R positive, and a trace of spread numbers, as small as the rounding of fp32, sets those
-    columns: not in rows of zeros, which are weights without a gradient, such as embeddings of unused tokens.
+    columns: not in rows of zeros, which are weights without a gradient, such as embeddings of unused tokens. With fewer
+    other rows than columns, columns beyond their number are zero, and the next message sets them anew.
     """
     wide = values.to(torch.float64)
     used = (wide != 0).any(dim=1, keepdim=True)
     used |= used.any().logical_not()
-    rows, columns = (torch.arange(1, n + 1, dtype=torch.float64, device=wide.device) for n in wide.shape)
-    spread = ((torch.outer(rows, columns) * GOLDEN).frac() - 0.5) / len(wide) ** 0.5
+    places = torch.arange(1, 1 + wide.numel(), device=wide.device).view(wide.shape)
+    # SplitMix64 (Steele, Lea and Flood, 2014) in wrapping int64: the same numbers on every processor, and, unlike
+    # multiples of one number, independent on any few rows
+    mixed = places * -7046029254386353131
+    mixed = (mixed ^ (mixed >> 32)) * -4658895280553007687
+    spread = ((mixed ^ (mixed >> 29)) >> 11).to(torch.float64) / (2**53 * used.sum(dtype=torch.float64).sqrt())
     basis, upper = torch.linalg.qr(wide + (1e-7 * wide.norm(dim=0) + 1e-60) * spread * used)
     return torch.where(upper.diagonal() < 0, -basis, basis) * used
 

@@ -707,9 +707,9 @@ def whole_parameters(model: nn.Module, *, write: bool = False) -> Iterator[None]
                 continue
             assigned, versions[param] = held.pop(), -1  # -1 is no version, so that the parameter counts as written to
             is_alike = type(assigned) is type(whole) and assigned.shape == whole.shape and not assigned.is_meta
-            if held or not is_alike:
+            if assigned is None or held or not is_alike:
                 lost.append(param.spec.name)
-            elif write and assigned is not None:
+            elif write:
                 whole.requires_grad_(assigned.requires_grad).data.copy_(assigned)
         changed = [param.spec.name for param, whole in wholes.items() if whole._version != versions[param]]
         if changed and not write and state.context.gather.comm.rank == 0:
@@ -725,8 +725,8 @@ def whole_parameters(model: nn.Module, *, write: bool = False) -> Iterator[None]
             param.set_parameter(param.parameter)
     if lost and write:
         raise RuntimeError(
-            f"'{lost[0]}' ({len(lost)} in all) was replaced inside whole_parameters, not by one parameter of its class "
-            "and shape in all modules that hold it, and the change is dropped: write to it in place, as with copy_()"
+            f"'{lost[0]}' ({len(lost)} in all) was replaced inside whole_parameters, not by one plain parameter of "
+            "its shape in all modules that hold it, and the change is dropped: write to it in place, as with copy_()"
         )
 
 

@@ -342,8 +342,8 @@ class Rescue:
     def close(self) -> None:
         """Wait for the snapshot and saves under way, and remove the snapshots: this training is over. A collective.
 
-        A program that is started again makes it again, from the checkpoint at ``path`` or from the beginning: call
-        ``close`` where training has ended, not in a ``finally`` that an error comes to as well.
+        A program that is started again makes it again, from the checkpoint at ``path`` or from the beginning. Call
+        ``close`` behind the loop, not in a ``finally``: a rank that raises alone would wait for the others in it.
 
         Raises:
             RuntimeError: the last checkpoint at ``path`` was not written. Snapshots stay; a second call removes them.
@@ -357,7 +357,7 @@ class Rescue:
                 if saved is not None and (error := saved.exception()) is not None:
                     raise RuntimeError(
                         f"the last checkpoint at {self._path} was not written ({error}), so snapshots stay: make room "
-                        "and call save(path, model, optimizer), or call close() again, which removes them"
+                        "and save(another_path, model, optimizer), or call close() again, which removes them"
                     )
             Rescue._closed, self._steps = Rescue._closed + 1, -1
         if self._lock is not None:
@@ -459,9 +459,7 @@ class Rescue:
             (self._folder / old / METADATA).unlink()
             (self._folder / old).rename(new)
         else:
-            new.mkdir(
-                parents=True
-            )  # some systems empty /dev/shm of a user's files at the logout, the run's folder, too
+            new.mkdir(parents=True)  # some systems remove a user's files at the logout, the run's folder among them
 
     def _remove_all_but(self, *snapshots: str) -> None:
         for each in self._folder.glob("step-*"):
