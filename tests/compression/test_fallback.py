@@ -204,7 +204,7 @@ def test_a_resumed_run_has_gone_back_too(tmp_path):
         on_ranks(2, resumed, tmp_path, gradients, gradients)
 
 
-# What is measured
+# ``CompressionError`` measures the share of gradients that messages lose.
 
 
 @pytest.mark.parametrize("recursion", [CLASSIC, Recursion(taken=0.1), Recursion(carry=0.5), EF21], ids=str)

@@ -201,7 +201,7 @@ def test_what_is_not_finite_sends_nan_for_its_matrix_alone(wrong, turns):
     assert lowrank.factors.isfinite().all()
 
 
-# What is measured
+# ``CompressionError`` measures the share of gradients that messages of factors lose.
 
 
 @pytest.mark.parametrize("recursion", [Recursion(), Recursion(taken=0.1), Recursion(carry=0.5)], ids=str)
