@@ -35,7 +35,7 @@ OLDEST_TESTS := tests/engine tests/sharding tests/fully_shard/test_programs.py t
 	tests/training/test_checkpointing.py tests/test_offload.py tests/test_parity.py tests/compression/test_fsdp2.py \
 	tests/cli/test_config.py tests/cli/test_launch.py::test_a_launch_that_names_no_port_needs_none
 
-.PHONY: demo test test-oldest ready lint soak site clean
+.PHONY: demo test test-oldest ready extras lint soak site clean
 
 demo: $(INSTALLED)
 	@$(VENV)/bin/yafsdp-cc demo
@@ -45,7 +45,7 @@ test: lint $(INSTALLED)-extras
 
 # Where that torch cannot be had, nothing fails; after half an hour it is not waited for any longer.
 test-oldest: $(INSTALLED)
-	@if YAFSDP_CC_NATIVE=0 timeout 1800 $(MAKE) --no-print-directory ready \
+	@if YAFSDP_CC_NATIVE=0 timeout 1800 $(MAKE) --no-print-directory extras EXTRAS=hf \
 			VENV=$(OLDEST_VENV) PYTHON="$(OLDEST_PYTHON)" TORCH="$(OLDEST)"; then \
 		$(OLDEST_VENV)/bin/python -m pytest $(FILES_AT_ONCE) $(OLDEST_TESTS) && \
 		$(OLDEST_VENV)/bin/python -m pytest -p tests.simulated_cuda -p no:xdist tests/test_cuda.py; \
@@ -55,6 +55,8 @@ test-oldest: $(INSTALLED)
 	fi
 
 ready: $(INSTALLED)
+
+extras: $(INSTALLED)-extras
 
 # Every test in its long form: hundreds of random programs under random delays, and what make test leaves to those like it.
 soak: $(INSTALLED)
