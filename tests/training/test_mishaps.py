@@ -6,12 +6,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import yafsdp_cc
+from tests.internals import mean_residuals_of
 from tests.models import WIDTH, Block
 from tests.ranks import ranks
-from tests.twins import inputs, means, mine, same_gradients, square, trains_on, twins
+from tests.twins import inputs, means, mine, same_gradients, square, trains_on, twins, whole
 
 
 class Fuse(nn.Module):
@@ -79,6 +81,37 @@ def test_an_interrupt_in_a_forward_leaves_nothing_behind(grad: bool) -> None:
     counted = yafsdp_cc.counters_of(model)
     assert counted.overflow_buffers == 0
     assert counted.owned_bytes == yafsdp_cc.plan_of(model).owned_bytes
+
+
+def _sums_lose_nothing(model: nn.Module, plain: nn.Module, steps: range) -> None:
+    """Σ decoded + residual behind the steps = Σ means + residual before them."""
+    due, total = mean_residuals_of(model), {name: torch.zeros_like(each) for name, each in plain.named_parameters()}
+    for step in steps:
+        square(model, mine(inputs(step=step))).backward()
+        truth = means(plain, square, inputs(step=step))
+        for name, parameter in model.named_parameters():
+            total[name] += whole(parameter.grad) - truth[name]
+        model.zero_grad()
+    for name, left in mean_residuals_of(model).items():
+        torch.testing.assert_close(total[name] + left, due[name], rtol=0, atol=1e-6, msg=name)
+
+
+@ranks(2)
+def test_factors_of_powersgd_stay_alike() -> None:
+    """Where one rank alone drops what an evaluation has left, and where a backward raises behind some messages."""
+    options = yafsdp_cc.Compression("powersgd", matrix_rank=1, residual="fp32")
+    model, plain = twins(lambda: nn.Sequential(*(Fuse(nn.Linear(WIDTH, WIDTH)) for _ in range(3))), compression=options)
+    _sums_lose_nothing(model, plain, range(1))
+    if dist.get_rank() == 1:
+        model.reset_iter_state()
+    _sums_lose_nothing(model, plain, range(1, 4))
+    model[0].blows = "backward"
+    with pytest.raises(ArithmeticError):
+        square(model, mine(inputs())).backward()
+    model[0].blows = ""
+    model.reset_iter_state()
+    model.zero_grad()
+    _sums_lose_nothing(model, plain, range(4, 6))
 
 
 @ranks(2)

@@ -438,9 +438,6 @@ class Encoder(ABC):
         """Return the bytes that this rank sends per ``start``, on average."""
         return self.sent_bytes()
 
-    def restart(self) -> None:
-        """Drop state that an interrupted exchange may have left different on some ranks."""
-
 
 class PeerChunks(NamedTuple):
     """A run of other ranks' chunks in a buffer, adjacent and equally long."""

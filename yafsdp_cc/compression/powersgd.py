@@ -276,9 +276,6 @@ class FactorEncoder(Encoder):
     def planned_bytes(self) -> int:
         return sum(self.context.comm.all_reduce_bytes(4 * numel) for numel in self.low_rank.message_numels) // 2
 
-    def restart(self) -> None:
-        self.low_rank.restart()  # the factors of some ranks may be a step ahead
-
     @property
     def _message_numel(self) -> int:
         return self.low_rank.message_numels[self.low_rank.sends_right]

@@ -117,6 +117,8 @@ class CompressedSum(Collective):
         """Observer of messages while compression errors are measured; else None."""
         self._is_decoded = True
         """Whether the messages encoded last were decoded into the estimate."""
+        self._encoded_in: object = None
+        """The ``CompressionSchedule.backward`` of the last messages."""
         self._encoder = None if self.codec_name == EXACT else self._make_encoder(codec)
         self._encodes = self._keeps_exact = self._adds_exact = self._is_momentum = False
         self._waits = False
@@ -257,17 +259,20 @@ class CompressedSum(Collective):
         """Drop deferred gradients that are in no residual, and the leftovers of an interrupted sum."""
         self.is_unused = False
         self._drop_deferred()
-        if self._encoder is not None:
-            self._encoder.restart()
+        # Records let the fingerprint reveal a rank that has not done the same.
+        if self.factors is not None and self._encoded_in is self.schedule.backward:
+            self.context.record("factors restarted", self.flat.name)  # those of some ranks may be a message ahead
+            self.factors.restart()
         if not self._is_decoded:
-            # A sender may count a message as sent that no receiver has added to its estimate: all ranks clear residual
-            # and estimate. The record lets the fingerprint reveal a rank that has not done so.
+            # A sender may count a message as sent that no receiver has added to its estimate: all ranks clear both.
             self.context.record("estimates dropped", self.flat.name)
             self.clear()
 
     def clear(self) -> None:
-        """Clear residual, deferred gradients and estimate. All ranks call ``clear``, with no reduce in flight."""
+        """Clear residual, deferred gradients, estimate and factors. All ranks do, with no reduce in flight."""
         self._is_decoded, self.is_unused = True, False
+        if self.factors is not None:
+            self.factors.restart()
         self._drop_deferred()
         if self.residual is not None:
             self.residual.clear()
@@ -302,6 +307,7 @@ class CompressedSum(Collective):
         schedule.divide_gradients(grads)
         encodes, self._keeps_exact = schedule.phase.encodes, schedule.phase.keeps_exact
         self._encodes = encodes and self._encoder is not None
+        self._encoded_in = schedule.backward if self._encodes else None
         self._is_momentum = self._encodes and self.momentum is not None and schedule.beta > 0
         self.is_unused |= self._is_momentum
         self._is_decoded = not self._encodes or self.estimate is None

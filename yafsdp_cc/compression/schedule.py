@@ -142,6 +142,8 @@ class CompressionSchedule(CompressionObserver):
         """Phase of the next backward; each sum latches it in ``start``."""
         self.steps = 0
         """Number of warm-up optimizer steps so far; the count stops when the warm-up is over."""
+        self.backward = object()
+        """Identifies the backward under way, or else the next one: another object behind each final reduce."""
         self._has_grads = False
         """Whether a backward has made gradients final since the last counted step."""
         self._have_changed = False
@@ -274,6 +276,7 @@ class CompressionSchedule(CompressionObserver):
     def after_final_reduce(self) -> None:
         """Keep norms of gradients without a codec, which the loop clips before the optimizer sees them. Ranks reduce
         them in the optimizer's step: no collective belongs here."""
+        self.backward = object()
         grads = [
             (param, param.parameter.grad)
             for param in (self.state.params if self.has_limit and self.phase.keeps_exact else ())
