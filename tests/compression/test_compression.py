@@ -285,6 +285,19 @@ def test_bytes_sent_and_held_are_as_planned() -> None:
 
 
 @ranks(2)
+def test_codecs_are_compared_where_each_rank_owns_other_matrices() -> None:
+    def plan_with(codec: str) -> Any:
+        layer, chosen = nn.Linear(64, 64, bias=False), Compression(codec, residual="fp32")
+        return yafsdp_cc.plan_of(yafsdp_cc.shard(layer, ownership=["weight"], zero_stage=2, compression=chosen))
+
+    for choice in plan_with("int8").choices:
+        plan = plan_with(choice.codec)
+        assert choice.reduce == plan.communication.reduce
+        if choice.codec != "powersgd":  # which has factors besides
+            assert choice.residual["fp32"] == plan.residual_bytes
+
+
+@ranks(2)
 def test_residuals_in_int8_round_no_sum_of_micro_batches() -> None:
     """One large gradient in each block makes the steps coarse in which the residual could add up the others."""
     model = slopes.sharded("int8", compression={"residual": "int8"}, zero_stage=1)

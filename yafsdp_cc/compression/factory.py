@@ -12,7 +12,7 @@ from yafsdp_cc.compression.codec import AUTO, LOW_RANK
 from yafsdp_cc.compression.config import EXACT, ROUNDING
 from yafsdp_cc.compression.fallback import CodecFallback
 from yafsdp_cc.compression.powersgd import matrices_of, message_numels
-from yafsdp_cc.compression.reduce_scatter import CompressedReduceScatter
+from yafsdp_cc.compression.reduce_scatter import CompressedReduceScatter, message_sizes
 from yafsdp_cc.compression.schedule import CompressionSchedule
 from yafsdp_cc.engine.param import FlatParam
 from yafsdp_cc.engine.spec import Collectives, PlannedChoice
@@ -120,13 +120,15 @@ class CompressedCollectives(Collectives):
 
     def _planned_choice(self, flats: Sequence[FlatParam], codec: str) -> PlannedChoice:
         """Return the bytes and residuals of encoding the gradients of all ``flats`` with ``codec``."""
-        messages = 1 if self.schedule.over_replicas else self._ranks - 1
-        kept = messages * sum(flat.layout.chunks[flat.rank] for flat in flats)
-        if codec == LOW_RANK:
-            sent = sum(map(self._low_rank_bytes, flats))
-        else:
-            made = self.config.make(codec)
-            sent = (self._ranks - 1) * sum(made.message_bytes(flat.layout.chunks[flat.rank]) for flat in flats)
+        kept = sent = 0
+        for flat in flats:
+            own, over_replicas = flat.layout.chunks[flat.rank], self.schedule.over_replicas
+            kept += own if over_replicas else flat.layout.numel - own
+            if codec == LOW_RANK:
+                sent += self._low_rank_bytes(flat)
+            else:
+                sizes = message_sizes(flat.layout, self.config.make(codec))
+                sent += sizes[flat.rank] * (self._ranks - 1) if over_replicas else sum(sizes) - sizes[flat.rank]
         return PlannedChoice(
             codec=codec,
             reduce=sent,
