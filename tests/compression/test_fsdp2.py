@@ -292,6 +292,10 @@ def refused() -> None:
         pickle.dumps(yafsdp_cc.CompressionHookState("int8"))
     with pytest.raises(ValueError, match="CompressionHookState with overrides: a bucket of DDP is encoded as a whole"):
         yafsdp_cc.CompressionHookState(Compression(overrides={"*": "int4"}))
+    rows = nn.parallel.DistributedDataParallel(nn.Embedding(8, 4, sparse=True))
+    rows.register_comm_hook(yafsdp_cc.CompressionHookState("int8"), yafsdp_cc.encoded_mean)
+    with pytest.raises(ValueError, match=r"that of a parameter of shape \(8, 4\) is sparse: .* with sparse=False"):
+        rows(torch.arange(4)).sum().backward()
     with pytest.raises(ValueError, match="with gradients='powersgd': FSDP2's hooks see rows of all parameters mixed"):
         fsdp2("powersgd")
     with pytest.raises(ValueError, match=r"with weights='int4': FSDP2 gathers every time .* with zero_stage=2"):

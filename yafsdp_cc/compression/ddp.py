@@ -64,6 +64,11 @@ def encoded_mean(state: CompressionHookState, bucket: GradBucket) -> torch.futur
     on a side stream beside the backward.
     """
     total, parameters = bucket.buffer(), bucket.parameters()
+    if total.is_sparse:
+        raise ValueError(
+            f"encoded_mean takes dense gradients, and that of a parameter of shape {tuple(parameters[0].shape)} is "
+            "sparse: make its nn.Embedding with sparse=False"
+        )
     index, key = bucket.index(), tuple(map(WeakIdRef, parameters))
     state.steps += index == 0
     future = torch.futures.Future[Any](devices=[total.device] if total.is_cuda else [])
