@@ -6,6 +6,7 @@ import copy
 import math
 from collections import UserDict
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import product
 from typing import Any
 
@@ -208,10 +209,18 @@ def _loop(model: Any, leaves: bool = False, fails: bool = False) -> None:
                     break
 
 
+def _inner_loop(model: Any, leaves: bool) -> None:
+    with yafsdp_cc.uneven(model) as batches:
+        for _ in batches(inputs()):
+            for _ in batches(inputs()):
+                if leaves:
+                    break
+
+
 @ranks(2)
 def test_leaving_the_loop() -> None:
     """A rank that leaves alone, or whose data raises, ends the loop on all ranks; they may leave together."""
-    model, is_second, message = yafsdp_cc.shard(seeded(Mlp)), dist.get_rank() == 1, "1 of 2 ranks have left the loop"
+    model, is_second, message = yafsdp_cc.shard(seeded(Mlp)), dist.get_rank() == 1, "some ranks have left the loop"
     _loop(model, leaves=True)
     with pytest.raises(RuntimeError, match=message):
         _loop(model, leaves=is_second)
@@ -220,7 +229,67 @@ def test_leaving_the_loop() -> None:
         _loop(model, fails=is_second)
     with pytest.raises(OSError, match="cannot be decoded"):
         _loop(model, fails=True)
+    with pytest.raises(RuntimeError, match=message):
+        _inner_loop(model, leaves=is_second)
     _loop(model)
+
+
+def _adds(model: nn.Module, plain: nn.Module, batch: Tensor, step: int) -> None:
+    """Add a batch's gradients to those of ``model``, and the mean of all ranks that have a batch to ``plain``'s."""
+    square(model, batch).backward()
+    there = [rank for rank in range(2) if step < COUNTS[2][rank]]
+    (sum(square(plain, _batches(rank, step)) for rank in there) / len(there)).backward()  # type: ignore[union-attr]
+
+
+def _assert_equal_grads(model: nn.Module, plain: nn.Module) -> None:
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(whole(model.get_parameter(name).grad), parameter.grad, msg=name)
+
+
+@ranks(2)
+def test_a_loop_within_a_loop_leaves_its_weight() -> None:
+    """An evaluation amid training, by the same ``uneven`` or a helper's own, to its end or to a ``break``."""
+    rank = dist.get_rank()
+    for is_helper, breaks in product((False, True), repeat=2):
+        model, plain = yafsdp_cc.shard(seeded(Mlp)), seeded(Mlp)
+        with yafsdp_cc.uneven(model) as batches:
+            for step, batch in enumerate(batches(_batches(rank, step) for step in range(COUNTS[2][rank]))):
+                with torch.no_grad(), yafsdp_cc.uneven(model) if is_helper else nullcontext(batches) as inner:
+                    for turn, each in enumerate(inner(inputs()[: 1 + rank])):
+                        assert inner.weight == (1 if turn == 0 else 2 * rank)
+                        model(each)
+                        if breaks:
+                            break
+                _adds(model, plain, batch, step)
+            assert batches.weight == 1
+        assert step == 2
+        _assert_equal_grads(model, plain)
+
+
+@ranks(2)
+def test_two_loops_over_one_iterator() -> None:
+    """The second goes on where the first was left, and the first, freed amid the second, weighs nothing."""
+    model, plain, rank = yafsdp_cc.shard(seeded(Mlp)), seeded(Mlp), dist.get_rank()
+    own = iter([_batches(rank, step) for step in range(COUNTS[2][rank])])
+    with yafsdp_cc.uneven(model) as batches:
+        first: Any = batches(own)
+        for batch in first:
+            _adds(model, plain, batch, 0)
+            break
+        for step, batch in enumerate(batches(own)):
+            first = None
+            _adds(model, plain, batch, 1 + step)
+    assert step == 1
+    _assert_equal_grads(model, plain)
+
+
+@ranks(2)
+def test_refused_in_the_loop() -> None:
+    """Loops that take turns."""
+    model = yafsdp_cc.shard(seeded(Mlp))
+    with pytest.raises(RuntimeError, match=r"batches\(zip\(images, texts\)\)"), yafsdp_cc.uneven(model) as batches:
+        for _ in zip(batches(inputs()), batches(inputs()), strict=True):
+            pass
 
 
 @ranks(2)

@@ -34,80 +34,95 @@ class UnevenBatches:
 
     def __init__(self, states: Sequence[FSDPState]) -> None:
         self._mesh = states[0].context.info.mesh
-        self._params = [param for state in states for param in state.params]
-        self._is_in_loop = False
-        self._own: Iterator[Any] | None = None
-        """Batches of the loop that was begun last."""
+        self._found = [(param, param.factor) for state in states for param in state.params]
+        """Parameters, with the factors that the loop of another ``uneven``, around this one, has given them."""
+        self._begun = 0
+        self._open: list[int] = []
+        """Numbers of the loops that have begun and not ended. Those left by ``break`` stay: when Python frees them, and
+        so tells of it, may differ between ranks."""
         self._weigh(1.0)
 
     def __call__(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Yield this rank's ``batches``, then its last one again with weight 0, until the batches of all ranks have
         ended.
 
-        Each turn of the loop is a collective of one number. A rank without batches gets the first one of another rank.
+        Each turn of the loop is a collective of three numbers. A rank without batches gets the first one of another
+        rank. Within the loop may be another one, an evaluation for example; behind that the outer weight holds again.
 
         Raises:
-            RuntimeError: other ranks have left the loop by ``break``, or because their ``batches`` have raised.
+            RuntimeError: other ranks have left the loop by ``break``, or because their ``batches`` have raised; or the
+                loop goes on after one around it has, by ``zip`` for example.
         """
-        self.leave()  # an earlier loop may have been left by ``break``
-        own = self._own = chain.from_iterable([batches])  # its first batch calls ``iter``, which may raise on one rank
+        own = chain.from_iterable([batches])  # its first batch calls ``iter``, which may raise on one rank
         last: Batch | None = None
-        is_first = True
-        self._is_in_loop = True
+        is_first = has_ended = True
+        outer, self._begun = self.weight, self._begun + 1
+        number = self._begun
+        self._open.append(number)
         try:
             while True:
                 check_outside_of_block("the loop over uneven batches")
+                if number not in self._open:
+                    raise RuntimeError(
+                        "two loops over uneven batches take turns, and a gradient has one weight: zip the data, as in "
+                        "batches(zip(images, texts)), or put one loop within the other"
+                    )
+                self._open = self._open[: self._open.index(number) + 1]
                 batch = self._next_of(own)
                 has_data = batch is not _END
                 count = self._count(has_data)
                 if not count:
-                    self._is_in_loop = False
                     return
                 if is_first and count < self._mesh.size():
                     offered = all_gather_objects((batch,) if has_data else None, all_groups(self._mesh))
                     last = next(each[0] for each in offered if each)
                 last = tree_map(_copied, batch, is_leaf=_is_row) if has_data else last
-                is_first = False
+                is_first = has_ended = False
                 self._weigh(self._mesh.size() / count if has_data else 0.0)
                 yield batch if has_data else tree_map(_copied, last, is_leaf=_is_row)
+                has_ended = True
         finally:
-            if self._own is own:  # else Python frees a loop that was left, perhaps amid another one
-                self._own = None
-                self._weigh(1.0)
+            if self._open[-1:] == [number]:  # else Python frees a loop that was left, perhaps amid another one
+                self._weigh(outer)
+                if has_ended:
+                    self._open.pop()
 
     def _weigh(self, weight: float) -> None:
         self.weight = weight
-        for param in self._params:
+        for param, _ in self._found:
             param.factor = weight
 
     def leave(self) -> None:
-        """Tell the other ranks if this one leaves a loop before its end; raise if they do not leave it."""
-        if self._is_in_loop:
-            self._is_in_loop = False
+        """Tell the other ranks if this one has left a loop before its end; raise if they have not left it."""
+        if self._open:
             self._count(False, has_left=True)
+
+    def end(self) -> None:
+        """Give the parameters the factors that they had before, whichever loops were left."""
+        self._open.clear()
+        self._weigh(1.0)
+        for param, factor in self._found:
+            param.factor = factor
 
     def _next_of(self, batches: Iterator[Any]) -> Any:
         """Return the next of ``batches``, or ``_END``; after an error, tell the other ranks of it."""
         try:
             return next(batches, _END)
         except Exception:
-            self._is_in_loop = False
             with suppress(RuntimeError):
                 self._count(False, has_left=True)
             raise
 
     def _count(self, has_data: bool, *, has_left: bool = False) -> int:
         """Return the number of ranks with a batch; raise if some ranks, but not all, have left the loop."""
-        ranks = self._mesh.size()
-        number = torch.tensor(has_data + (ranks + 1) * has_left, device=self._mesh.device_type)
-        all_reduce_over(all_groups(self._mesh), number, dist.ReduceOp.SUM, self._mesh)
-        left, count = divmod(int(number.item()), ranks + 1)
-        if 0 < left < ranks:
-            self._is_in_loop = False
+        place = 2 * self._open[-1] + has_left
+        numbers = torch.tensor([has_data, place, place**2], device=self._mesh.device_type)
+        all_reduce_over(all_groups(self._mesh), numbers, dist.ReduceOp.SUM, self._mesh)
+        count, total, squares = map(int, numbers.tolist())
+        if self._mesh.size() * squares != total**2:  # only equal numbers have a variance of zero
             raise RuntimeError(
-                f"{left} of {ranks} ranks have left the loop over uneven batches, in which the others go on: by break "
-                "or return, which belong after the same batch on all ranks, or because what makes their batches has "
-                "raised"
+                "some ranks have left the loop over uneven batches, in which the others go on: by break or return, "
+                "which belong after the same batch on all ranks, or because what makes their batches has raised"
             )
         return count
 
@@ -183,7 +198,6 @@ def uneven(model: nn.Module, *others: nn.Module) -> Iterator[UnevenBatches]:
         yield batches
         batches.leave()
     finally:
-        batches._own = None
-        batches._weigh(1.0)
+        batches.end()
         for hook in hooks:
             hook.remove()
