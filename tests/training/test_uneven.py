@@ -179,8 +179,10 @@ def test_a_gradient_is_weighed_once_whichever_way_it_takes() -> None:
         model, plain = seeded(Rollout), seeded(Rollout)
         yafsdp_cc.shard(model, units=["blocks.*"], ignored_params={model.scale} if ignores else None)
         yafsdp_cc.register_forward_method(model, "twice")
+        model.scale.requires_grad_(not ignores)  # the loop trains the parameter all the same
         with yafsdp_cc.uneven(model) as batches:
             for batch in batches(inputs()[:1] if dist.get_rank() else []):
+                model.scale.requires_grad_()
                 (way(model, batch) * (1 if batches.weight else math.inf)).backward()
         way(plain, inputs()[0]).backward()
         for name, parameter in plain.named_parameters():

@@ -187,13 +187,17 @@ def uneven(model: nn.Module, *others: nn.Module) -> Iterator[UnevenBatches]:
             f"uneven weighs each rank's gradients by its own batch, and those of {what} come from others' batches: "
             "have as many batches on all ranks, by DistributedSampler(drop_last=True)"
         )
-    ignored = {each for state in states for spec in state.specs for each in spec.ignored if each.requires_grad}
     batches = UnevenBatches(states)
 
     def weighed(grad: Tensor) -> Tensor:
         return grad * batches.weight if batches.weight else torch.zeros_like(grad)
 
-    hooks = [each.register_hook(weighed) for each in ignored]
+    hooks = []
+    for ignored in {each for state in states for spec in state.specs for each in spec.ignored}:
+        if ignored.is_floating_point() or ignored.is_complex():  # also frozen ones, which the loop may train later
+            is_trained = ignored.requires_grad
+            hooks.append(ignored.requires_grad_().register_hook(weighed))
+            ignored.requires_grad_(is_trained)
     try:
         yield batches
         batches.leave()
