@@ -287,10 +287,17 @@ def test_two_loops_over_one_iterator() -> None:
 
 @ranks(2)
 def test_refused_in_the_loop() -> None:
-    """Loops that take turns."""
+    """Loops that take turns, and a batch of a class that no other rank can find."""
+
+    class Sample:
+        pass
+
     model = yafsdp_cc.shard(seeded(Mlp))
     with pytest.raises(RuntimeError, match=r"batches\(zip\(images, texts\)\)"), yafsdp_cc.uneven(model) as batches:
         for _ in zip(batches(inputs()), batches(inputs()), strict=True):
+            pass
+    with pytest.raises(RuntimeError, match=r"uneven gives .* by pickle, .*Sample"), yafsdp_cc.uneven(model) as batches:
+        for _ in batches([Sample()] * dist.get_rank()):
             pass
 
 

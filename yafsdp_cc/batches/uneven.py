@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import copy
@@ -15,7 +16,7 @@ from torch.utils._pytree import tree_map
 
 from yafsdp_cc.batches.skipped import check_outside_of_block
 from yafsdp_cc.fsdp2.module import require_state
-from yafsdp_cc.ranks.checks import all_gather_objects
+from yafsdp_cc.ranks.checks import all_gather_objects, refused_together
 from yafsdp_cc.ranks.mesh import all_groups, all_reduce_over
 from yafsdp_cc.replicas.sync import refuse_sync
 
@@ -74,8 +75,7 @@ class UnevenBatches:
                 if not count:
                     return
                 if is_first and count < self._mesh.size():
-                    offered = all_gather_objects((batch,) if has_data else None, all_groups(self._mesh))
-                    last = next(each[0] for each in offered if each)
+                    last = _offered(batch, has_data, all_groups(self._mesh))
                 last = tree_map(_copied, batch, is_leaf=_is_row) if has_data else last
                 is_first = has_ended = False
                 self._weigh(self._mesh.size() / count if has_data else 0.0)
@@ -128,6 +128,21 @@ class UnevenBatches:
 
 
 _END: Any = object()
+
+
+def _offered(batch: Any, has_data: bool, across: Sequence[dist.ProcessGroup]) -> Any:
+    """Return ``batch``, or another rank's if this rank has none; raise on all ranks if one cannot pickle its own."""
+    try:
+        with refused_together(*across):
+            message = pickle.dumps(batch) if has_data else None
+        offered = all_gather_objects(message, across)
+        with refused_together(*across):
+            return batch if has_data else pickle.loads(next(each for each in offered if each is not None))
+    except Exception as error:
+        raise RuntimeError(
+            "uneven gives a rank without batches the first batch of another rank, by pickle, which has failed "
+            f"({error}): define classes of batches in a module, or have a batch on every rank"
+        ) from error
 
 
 def _copied(leaf: Any) -> Any:
