@@ -371,6 +371,30 @@ def test_without_a_dtype_the_iteration_is_in_bf16_where_that_is_fast(monkeypatch
     muon._lacks_bf16.cache_clear()
 
 
+@pytest.mark.parametrize("zero_stage", [2, 3])
+@ranks(2)
+def test_matrices_of_16_bits_are_updated_in_fp32_and_rounded_once(zero_stage: int) -> None:
+    """The truth is torch's optimizer in fp32 on the same gradients, whose weights are rounded behind each step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))).bfloat16()
+    yafsdp_cc.shard(model, units=[nn.Linear], ownership="matrix", zero_stage=zero_stage)
+    parameters: list[Any] = list(model.parameters())
+    twin = [nn.Parameter(each.full_tensor().detach().float()) for each in parameters]
+    ours = yafsdp_cc.optim.Muon(parameters, lr=0.02, ns_dtype=torch.bfloat16)
+    theirs = torch.optim.Muon(twin, lr=0.02)
+    for step in range(3):
+        draws = torch.Generator().manual_seed(10 * step + dist.get_rank())
+        model(torch.randn(8, WIDTH, generator=draws).bfloat16()).float().square().mean().backward()
+        for mine, other in zip(parameters, twin, strict=True):
+            other.grad = mine.grad.full_tensor().float()
+        ours.step()
+        theirs.step()
+        for mine, other in zip(parameters, twin, strict=True):
+            other.data.copy_(other.bfloat16())
+            assert mine.full_tensor().equal(other.bfloat16())
+        ours.zero_grad()
+
+
 class Stacked(nn.Module):
     """A block with a stack of matrices, and queries, keys and values in one."""
 
