@@ -88,6 +88,25 @@ def test_the_warm_up_is_that_of_torch_bit_for_bit(form: str) -> None:
             )
 
 
+@ranks(2)
+def test_weights_of_16_bits_are_updated_in_fp32_and_rounded_once() -> None:
+    """The truth is torch's optimizer in fp32 on the same gradients, whose weights are rounded behind each step."""
+    model = yafsdp_cc.shard(net().bfloat16(), units=[torch.nn.Linear], compression="onebit")
+    parameters = list(model.parameters())
+    twin = [each.full_tensor().detach().float() for each in parameters]
+    ours = OneBitSGD(parameters, lr=0.05, weight_decay=0.1, warmup_steps=4)
+    theirs = torch.optim.SGD(twin, lr=0.05, momentum=0.9, weight_decay=0.1)
+    for step in range(4):
+        backward(model, step)
+        for mine, other in zip(parameters, twin, strict=True):
+            other.grad = mine.grad.full_tensor().float()
+        ours.step()
+        theirs.step()
+        for mine, other in zip(parameters, twin, strict=True):
+            other.copy_(other.bfloat16())
+            assert mine.full_tensor().equal(other.bfloat16())
+
+
 # Where something is left for later
 
 
