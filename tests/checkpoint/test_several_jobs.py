@@ -22,6 +22,7 @@ from torch import nn
 import yafsdp_cc
 from tests.checkpoint.jobs import in_a_process
 from tests.internals import break_exchange_of_folders
+from tests.ranks import ranks
 from tests.soak import LONG
 
 CALLS = 6
@@ -180,3 +181,15 @@ def test_jobs_that_save_to_one_path(seeds, tmp_path):
     assert total["saved"] + total["read"] > 0
     if len(seeds) > 2:
         assert all(total.values()), total
+
+
+@ranks(1)
+def test_of_what_killed_saves_have_left_the_newest_is_loaded(tmp_path):
+    model = sharded()
+    for number, age in ((1, 10), (2, 30), (3, 20)):
+        yafsdp_cc.save(tmp_path / str(number), model, number=number)
+        left = tmp_path / f"step.saving-0000000{number}"
+        left.mkdir()
+        (tmp_path / str(number)).rename(left / "previous")
+        os.utime(left / "previous" / ".metadata", (age, age))
+    assert yafsdp_cc.load(tmp_path / "step", model)["number"] == 2
