@@ -722,9 +722,12 @@ def test_what_does_not_fit_is_named_and_changes_nothing(tmp_path):
     renamed = torch.optim.AdamW(model.blocks.parameters())
     sgd = torch.optim.SGD(optimizer.param_groups[0]["params"], lr=0.1)
     sgd.add_param_group({"params": optimizer.param_groups[1]["params"]})
+    matrices, vectors = (group["params"] for group in optimizer.param_groups)
+    divided = torch.optim.AdamW([{"params": some} for some in (matrices[:1], matrices[1:], vectors)])
     for path, which, message in [
         ("alone", optimizer, r"alone was saved without an optimizer: load\(path, model\) reads the model alone"),
         ("both", plain, r"checkpoint's optimizer has 'blocks.0.norm1.weight' in group 1, this one in group 0"),
+        ("both", divided, "checkpoint's optimizer has 2 groups of parameters, this one 3"),
         ("both", renamed, r"does not fit this AdamW:\n  checkpoint's optimizer has 'embed.weight', this one lacks it"),
         ("both", sgd, r"the state of another optimizer than SGD: it has amsgrad, betas, .*, and lacks dampening, mom"),
         ("optim", optimizer, r"optim has no 'optimizer': it holds 'optim', which load does not read"),
