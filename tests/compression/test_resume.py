@@ -177,6 +177,20 @@ def test_residuals_are_resumed_in_the_unit_of_the_scale_that_there_is(tmp_path: 
 
 
 @ranks(2)
+def test_what_is_carried_over_to_the_next_sums_follows_the_scale() -> None:
+    """As after a load by another number of ranks."""
+    model, scaler = sharded("int4"), torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    yafsdp_cc.follow_scaler(model, scaler)
+    scaler.scale(loss_of(model, 0)).backward()
+    state, truth = require_state(model), unsent(model)
+    carry_over_residuals(state, mean_residuals(state))
+    scaler.load_state_dict({**scaler.state_dict(), "scale": 2.0**12})
+    yafsdp_cc.follow_scaler(model, scaler)
+    assert truth
+    assert all(torch.allclose(found, truth[name], rtol=1e-6, atol=0) for name, found in unsent(model).items())
+
+
+@ranks(2)
 def test_residuals_are_resumed_in_units_of_the_scale(tmp_path: Any) -> None:
     def fresh() -> tuple[Any, torch.amp.GradScaler]:
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
