@@ -3,7 +3,6 @@
 import gc
 import os
 import random
-import re
 import subprocess
 import sys
 import threading
@@ -417,6 +416,9 @@ def extras(folder):
         "parameter": nn.Parameter(torch.ones(2)),
         "sparse": torch.eye(3).to_sparse(),
         "best": {"loss": float("nan"), "losses": torch.tensor([1.0, float("nan")])},
+        "flag": True if rank else 1,  # equal to each other, as the next two are where they are broadcast or cast
+        "lengths": torch.ones(1 + 2 * rank),
+        "widths": torch.ones(2, dtype=(torch.float32, torch.float64)[rank]),
     }
     yafsdp_cc.save(folder, model, **kept)
     found = yafsdp_cc.load(folder, model)
@@ -439,7 +441,7 @@ def elsewhere(folder):
     assert found["sparse"].to_dense().equal(torch.eye(3))
     assert "best" in found  # not a number is alike on all ranks
     [message] = [str(each.message) for each in caught if "left out" in str(each.message)]
-    assert re.search(r"was saved by 2 ranks and is loaded by 3: random, rank differed between ranks", message)
+    assert "was saved by 2 ranks and is loaded by 3: flag, lengths, random, rank, widths differed between" in message
 
 
 def test_each_rank_has_its_own_and_other_numbers_of_ranks_what_is_common(tmp_path):
