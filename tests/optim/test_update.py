@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import yafsdp_cc
 from tests.compression import simt
 from tests.internals import has_native_kernels, simd_levels
 from tests.optim.lossless import backward, sharded
@@ -221,3 +222,27 @@ def test_numbers_of_a_loaded_state_stay_in_host_memory() -> None:
     found = optimizer.state[parameter]
     assert math.isclose(float(found["variance_step"]), 2.0)
     assert [found[name].device.type for name in ("step", "variance_step", "exp_avg")] == ["cpu", "cpu", "meta"]
+
+
+class Scaled(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.tensor(0.5))
+
+    def forward(self) -> Tensor:
+        return self.scale.square()
+
+
+@ranks(2)
+def test_loaded_moments_of_a_parameter_without_dimensions_are_wide_as_well() -> None:
+    model: Any = yafsdp_cc.fully_shard(Scaled().bfloat16())
+    optimizer = torch.optim.AdamW(model.parameters())
+    model().backward()
+    optimizer.step()
+    loaded = optimizer.state_dict()
+    optimizer.load_state_dict(loaded)
+    keep_dtypes(optimizer, loaded)
+    found, moments = optimizer.state[model.scale], loaded["state"][0]
+    assert moments["exp_avg"].dtype == torch.bfloat16
+    assert found["exp_avg"].dtype == torch.float32
+    assert found["exp_avg"].full_tensor().item() == moments["exp_avg"].full_tensor().item() > 0
