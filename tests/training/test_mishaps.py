@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import yafsdp_cc
 from tests.internals import mean_residuals_of
@@ -52,6 +53,23 @@ def test_training_goes_on_after_an_exception(where: str, units: str) -> None:
         model[fuse].blows = ""
         model.zero_grad()
         trains_on(model, plain, square, [inputs(step=step) for step in range(2)])
+
+
+@ranks(2)
+def test_sums_over_replicas_that_a_backward_has_left_are_dropped() -> None:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+
+    def build() -> nn.Module:
+        return nn.Sequential(*(Fuse(nn.Linear(WIDTH, WIDTH)) for _ in range(5)))
+
+    model, plain = twins(build, units=[Fuse], mesh=mesh)
+    for fuse in (0, 2):
+        model[fuse].blows = "backward"
+        with pytest.raises(ArithmeticError):
+            square(model, mine(inputs(step=9))).backward()
+        model[fuse].blows = ""
+        model.zero_grad()
+        trains_on(model, plain, square, [inputs(step=step) for step in range(2)], within=1e-6)
 
 
 class Interrupted(Block):
