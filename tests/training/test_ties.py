@@ -38,6 +38,26 @@ def test_weights_tied_across_units() -> None:
     trains_on(model, plain, square, [inputs(step=step) for step in range(3)], within=1e-6)
 
 
+class Shares(nn.Module):
+    """Has a layer, and a unit with weights of its own, in which the weight of that layer is, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.unit = nn.Linear(WIDTH, WIDTH), nn.Sequential(nn.Linear(WIDTH, WIDTH), *stack(1))
+        self.unit[0].weight = self.layer.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(self.unit(x))
+        return out
+
+
+@ranks(2)
+def test_a_unit_that_is_called_by_itself_has_weights_that_are_the_root_s_too() -> None:
+    model, plain = twins(Shares, units=["unit"])
+    for loss in (square, lambda net, x: square(net.unit, x), square):
+        trains_on(model, plain, loss, [inputs(step=step) for step in range(2)], within=1e-6)
+
+
 @ranks(2)
 def test_an_untied_weight_read_elsewhere_is_right_or_refused_by_name() -> None:
     tokens = [torch.arange(4) + rank for rank in range(2)]
