@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 from collections import Counter
 from datetime import timedelta
 from pathlib import Path
@@ -184,6 +185,34 @@ def _train_synchronously(folder: Path, codec: str | None, killed: int = -1, firs
             if step % 2:
                 torch.save(server.state_dict(), part)
     return weights_of(model)
+
+
+@pytest.mark.parametrize("staleness", [0, None])
+@ranks(2)
+def test_pushes_on_their_way_are_not_applied_to_what_is_loaded(staleness: int | None) -> None:
+    model, rank = net(), dist.get_rank()
+    with ParameterServer(model, lr=0.1, max_staleness=staleness) as server:
+        server.pull()
+        backward(model, rank, 0)
+        server.push()
+        saved = server.state_dict()
+        server.pull()
+        dist.barrier()  # no rank pushes before all have pulled
+        expected = weights_of(model)
+        backward(model, rank, 1)
+        update = server._update
+
+        def late(worker: int, message: Tensor) -> None:
+            if worker != rank:
+                time.sleep(0.1)  # the worker of this rank goes on meanwhile
+            update(worker, message)
+
+        server._update = late  # type: ignore[method-assign] # as of a slow network
+        server.push()
+        server.load_state_dict(saved)
+        server.pull()
+        assert torch.equal(weights_of(model), expected)
+        assert server.state_dict()["shard"]["clocks"] == [1, 1]
 
 
 @pytest.mark.parametrize("codec", ["int4", "onebit"])

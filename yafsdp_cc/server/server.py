@@ -196,19 +196,14 @@ class ParameterServer:
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's part of a checkpoint, which includes all earlier pushes of any rank. A collective."""
-        self._check_open()
-        clocks = all_gather_objects(self._pushes, [self._group])
-        with self._changed:
-            done = self._changed.wait_for(lambda: self.shard.clocks == clocks, self._timeout.total_seconds())
-            if not done or self._failure:
-                raise self._error(f"not all that was pushed arrived within {self._timeout}")
+        with self._at_rest():
             residual = None if self._residual is None else self._residual.values.clone()
             shard = copy.deepcopy(self.shard.state_dict())
-        dist.barrier(self._group)  # no rank may push before all shards are copied
-        return {"rank": self._rank, "ranks": len(clocks), "pushes": self._pushes, "shard": shard, "residual": residual}
+        ranks = len(self._weights)
+        return {"rank": self._rank, "ranks": ranks, "pushes": self._pushes, "shard": shard, "residual": residual}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load this rank's part of a checkpoint; call ``pull`` next. A collective."""
+        """Load this rank's part of a checkpoint, in place of all earlier pushes; call ``pull`` next. A collective."""
         world = len(self._weights)
         if (state["rank"], state["ranks"]) != (self._rank, world):
             raise ValueError(
@@ -219,12 +214,23 @@ class ParameterServer:
             raise ValueError(
                 "a checkpoint with a codec resumes with one, and one without a codec without: change codec="
             )
-        with self._changed:
+        with self._at_rest():
             self.shard.load_state_dict(copy.deepcopy(state["shard"]))
-        self._pushes, self._has_pulled = state["pushes"], False
-        if self._residual is not None:
-            self._residual.values.copy_(state["residual"])
-        dist.barrier(self._group)
+            self._pushes, self._has_pulled = state["pushes"], False
+            if self._residual is not None:
+                self._residual.values.copy_(state["residual"])
+
+    @contextmanager
+    def _at_rest(self) -> Iterator[None]:
+        """Lock the shard once every earlier push of any rank is in it, until all ranks are done. A collective."""
+        self._check_open()
+        clocks = all_gather_objects(self._pushes, [self._group])
+        with self._changed:
+            done = self._changed.wait_for(lambda: self.shard.clocks == clocks, self._timeout.total_seconds())
+            if not done or self._failure:
+                raise self._error(f"not all that was pushed arrived within {self._timeout}")
+            yield
+        dist.barrier(self._group)  # a push of another rank could reach this shard before its own is copied or loaded
 
     def _views(self, flat: Tensor) -> list[Tensor]:
         """Return a view of each parameter's elements in ``flat`` [ranks, chunk], in the parameter's shape."""
