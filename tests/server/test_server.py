@@ -22,7 +22,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 import yafsdp_cc
 from tests.ranks import RankError, on_ranks, ranks
 from tests.twins import refusal
-from yafsdp_cc.server import ParameterServer
+from yafsdp_cc.server import ParameterServer, ServerShard
 
 TURNS = (0, 1, 2, 3, 1, 1, 0, 3, 2, 0, 0, 0, 3, 1, 2, 2)
 """Who pushes, and pulls again, one after the other."""
@@ -380,6 +380,23 @@ def test_what_cannot_be_served_is_refused() -> None:
             server.push()
     with pytest.raises(ZeroDivisionError), ParameterServer(net(), lr=0.1):
         raise ZeroDivisionError
+
+
+def test_the_state_of_a_shard_is_a_copy_that_loads_again() -> None:
+    shard = ServerShard(torch.ones(4), 1, torch.optim.SGD, lr=0.1, momentum=0.9, adaptive=True, delay_compensation=1.0)
+
+    def pushed() -> Tensor:
+        shard.pull(0)
+        shard.push(0, shard.weights.detach().cos())
+        return shard.weights.detach().clone()
+
+    pushed()
+    state = shard.state_dict()
+    expected = [pushed(), pushed()]
+    for _ in range(2):
+        shard.load_state_dict(state)
+        assert shard.clocks == [1]
+        assert all(torch.equal(pushed(), each) for each in expected)
 
 
 @ranks(2)

@@ -198,7 +198,7 @@ class ParameterServer:
         """Return this rank's part of a checkpoint, which includes all earlier pushes of any rank. A collective."""
         with self._at_rest():
             residual = None if self._residual is None else self._residual.values.clone()
-            shard = copy.deepcopy(self.shard.state_dict())
+            shard = self.shard.state_dict()
         ranks = len(self._weights)
         return {"rank": self._rank, "ranks": ranks, "pushes": self._pushes, "shard": shard, "residual": residual}
 
@@ -215,7 +215,7 @@ class ParameterServer:
                 "a checkpoint with a codec resumes with one, and one without a codec without: change codec="
             )
         with self._at_rest():
-            self.shard.load_state_dict(copy.deepcopy(state["shard"]))
+            self.shard.load_state_dict(state["shard"])
             self._pushes, self._has_pulled = state["pushes"], False
             if self._residual is not None:
                 self._residual.values.copy_(state["residual"])
@@ -475,8 +475,8 @@ class ServerShard:
 
     def state_dict(self) -> dict[str, Any]:
         """Return weights, optimizer state, versions and clocks, for a resumed run in which every worker pulls first."""
-        return {
-            "weights": self.weights.detach().clone(),
+        state = {
+            "weights": self.weights.detach(),
             "optimizer": self._optimizer.state_dict(),
             "rate": self._rate,
             "mean_square": self._mean_square,
@@ -484,6 +484,7 @@ class ServerShard:
             "clocks": self.clocks,
             "held": self._held,
         }
+        return copy.deepcopy(state)  # the next push changes the tensors in place
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the ``state_dict`` of a shard of the same length, with as many workers.
@@ -497,8 +498,9 @@ class ServerShard:
         if (state["mean_square"] is None) != (self._mean_square is None):
             saved = state["mean_square"] is not None
             raise ValueError(f"the checkpoint was made with adaptive={saved}: pass that, in place of {not saved}")
+        state = copy.deepcopy(state)  # an optimizer takes the tensors of its state over, and steps change them in place
         self.weights.detach().copy_(state["weights"])
         self._optimizer.load_state_dict(state["optimizer"])
         self._rate = state.get("rate", self._rate)  # checkpoints of earlier versions have no rate
         self._mean_square, self.version = state["mean_square"], state["version"]
-        self.clocks, self._held = list(state["clocks"]), dict(state["held"])
+        self.clocks, self._held = state["clocks"], state["held"]
