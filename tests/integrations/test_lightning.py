@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 import yafsdp_cc
 from tests import reference
@@ -106,6 +107,13 @@ def test_accumulation_with_fabric() -> None:
     same(found, {name: sum(part[name] for part in parts) for name in found})
 
 
+class Streamed(IterableDataset[torch.Tensor]):
+    """Six samples, of which nothing says how many there are."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(torch.ones(6, 4))
+
+
 @ranks(1)
 def test_metrics_of_steps_that_a_module_makes_itself(tmp_path: Path) -> None:
     import lightning
@@ -129,8 +137,9 @@ def test_metrics_of_steps_that_a_module_makes_itself(tmp_path: Path) -> None:
     quiet: dict[str, Any] = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
     log = metrics_callback(tmp_path, every=1, show=False)
     trainer = lightning.Trainer(accelerator="cpu", devices=1, max_epochs=1, callbacks=[log], **quiet)
-    trainer.fit(Manual(), DataLoader(torch.ones(6, 4), batch_size=2))
+    trainer.fit(Manual(), DataLoader(Streamed(), batch_size=2))
     assert [x for x, _ in read_run(tmp_path / "metrics.jsonl").curve("s_per_step")] == [1, 2, 3]
+    assert log.metrics._total is None  # data without a length do not say how many
 
 
 @ranks(1)

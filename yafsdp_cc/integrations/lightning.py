@@ -26,7 +26,7 @@ def metrics_callback(folder: str | Path, **options: Any) -> Callback:
     class WriteMetrics(Callback):  # type: ignore[misc]
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
             steps = trainer.estimated_stepping_batches
-            made = {"first_step": trainer.global_step, "total_steps": int(steps) if steps != float("inf") else None}
+            made = {"first_step": trainer.global_step, "total_steps": int(steps) if 0 < steps < float("inf") else None}
             self.metrics = Metrics(pl_module, folder, **made | options)
 
         def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *_: Any) -> None:
