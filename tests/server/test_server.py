@@ -375,6 +375,7 @@ def test_what_cannot_be_served_is_refused() -> None:
             server.load_state_dict(parts)
     with ParameterServer(net(), lr=0.1) as server:
         server.pull()
+        server.close()  # the end of the block has nothing left to do
         server.load_state_dict(parts)
         with pytest.raises(RuntimeError, match=r"push\(\) without pull\(\)"):
             server.push()

@@ -186,15 +186,15 @@ class ParameterServer:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         """Close the server; after an error in the block, tell the other ranks of the error instead."""
         try:
-            if kind is None:
-                self.close()
-            else:
+            if kind is not None and not self._is_closed:
                 self._error(f"rank {self._rank} has failed: {kind.__name__}: {error}")
         finally:
             for thread in self._threads:  # a thread that still waits in C++ would abort the interpreter at its exit
                 thread.join(self._timeout.total_seconds())
 
     def state_dict(self) -> dict[str, Any]:
+            elif not self._is_closed:
+                self.close()
         """Return this rank's part of a checkpoint, which includes all earlier pushes of any rank. A collective."""
         with self._at_rest():
             residual = None if self._residual is None else self._residual.values.clone()
