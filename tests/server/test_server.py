@@ -341,6 +341,19 @@ def test_sparse_gradients_are_pushed_whole() -> None:
     assert not sparse.weight.eq(1).all()
 
 
+@ranks(2)
+def test_frozen_parameters_are_those_of_rank_0() -> None:
+    model, rank = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1)).requires_grad_(False), dist.get_rank()
+    model[1].requires_grad_(True)
+    model.register_parameter("phase", nn.Parameter(torch.zeros(2, dtype=torch.complex64), requires_grad=False))
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(rank + 1)
+    with ParameterServer(model, lr=0.1) as server:
+        server.pull()
+        assert all(param.eq(1).all() for param in model.parameters())
+
+
 @ranks(1)
 def test_what_cannot_be_served_is_refused() -> None:
     mixed = net()
@@ -362,6 +375,7 @@ def test_what_cannot_be_served_is_refused() -> None:
         backward(alone, 0, 0)
         server.push()
         parts = server.state_dict()
+        server.close()  # the end of the block has nothing left to do
     torch.testing.assert_close(weights_of(alone), weights_of(net()) - 0.1 * gradient(net(), weights_of(net()), 0, 0))
     for call in (server.pull, server.state_dict, server.close):
         with pytest.raises(RuntimeError, match="this ParameterServer is closed"):
@@ -375,7 +389,6 @@ def test_what_cannot_be_served_is_refused() -> None:
             server.load_state_dict(parts)
     with ParameterServer(net(), lr=0.1) as server:
         server.pull()
-        server.close()  # the end of the block has nothing left to do
         server.load_state_dict(parts)
         with pytest.raises(RuntimeError, match=r"push\(\) without pull\(\)"):
             server.push()

@@ -57,7 +57,7 @@ class ParameterServer:
     one rank at r times the learning rate. Buffers of modules are each rank's own, and gradients must be finite. Of r
     ranks, each sends and receives 2 (r - 1) / r times the bytes of the weights per step, and holds a copy of its shard
     for each worker. The constructor and the end of the block are collectives. Training begins with the weights of rank
-    0.
+    0, frozen ones that are plain tensors included.
 
     Args:
         model: a plain model on any device whose trainable parameters have one floating dtype.
@@ -96,7 +96,8 @@ class ParameterServer:
         # ranks do not compare lr_lambda: functions of two processes never compare equal
         alike = {name: value for name, value in settings.items() if name != "lr_lambda"}
         alike |= {"optimizer": optimizer, "max_staleness": max_staleness, "codec": codec}
-        alike["shapes of parameters"] = [(list(param.shape), param.dtype) for param in self._params]
+        frozen = [param for param in model.parameters() if not param.requires_grad and type(param) is nn.Parameter]
+        alike["shapes of parameters"] = [(list(param.shape), param.dtype) for param in (*self._params, *frozen)]
         check_settings({"arguments or parameters": alike}, [self._group], "ParameterServer()")
         self._store, self._key = _get_default_store(), f"yafsdp_cc/server/{next(_servers)}"
 
@@ -108,6 +109,10 @@ class ParameterServer:
         self._padding = world * chunk - count
         _copy(self._params, self._views(self._weights))
         dist.broadcast(self._weights, 0, self._group)
+        for param in frozen:
+            host = param.detach().cpu().contiguous()
+            dist.broadcast(host.view(-1).view(torch.uint8), 0, self._group)  # gloo does not carry every dtype
+            _copy([host], [param])
         if self._codec is not None:
             starts = torch.arange(0, world * chunk, BLOCK, device="cpu").view(world, -1)
             self._counts = (count - starts).clamp(0, BLOCK).to(torch.int32)
@@ -188,13 +193,13 @@ class ParameterServer:
         try:
             if kind is not None and not self._is_closed:
                 self._error(f"rank {self._rank} has failed: {kind.__name__}: {error}")
+            elif not self._is_closed:
+                self.close()
         finally:
             for thread in self._threads:  # a thread that still waits in C++ would abort the interpreter at its exit
                 thread.join(self._timeout.total_seconds())
 
     def state_dict(self) -> dict[str, Any]:
-            elif not self._is_closed:
-                self.close()
         """Return this rank's part of a checkpoint, which includes all earlier pushes of any rank. A collective."""
         with self._at_rest():
             residual = None if self._residual is None else self._residual.values.clone()
