@@ -485,9 +485,13 @@ class _Fragment:
         torch._foreach_copy_(self.outer.views, self.weights)
 
     def find_gradient(self, decay: float) -> None:
-        """Write Δ = θ − θᵢ, outer minus present weights, to ``delta``, and encode Δ + ``decay`` · residual."""
+        """Write Δ = θ − θᵢ, outer minus present weights, to ``delta``, and encode Δ + ``decay`` · residual.
+
+        θ is in the weights' dtype, as this replica began with: what rounding takes from it is no movement.
+        """
         torch._foreach_copy_(self.delta.views, self.weights)
-        torch.sub(self.outer.data, self.delta.data, out=self.delta.data)
+        for outer, delta, weights in zip(self.outer.views, self.delta.views, self.weights, strict=True):
+            torch.sub(outer.to(weights.dtype), delta, out=delta)
         self.steps = 0
         if self._codec is not None and self.message is not None and self.residual is not None:
             self.residual.multiply(decay)
