@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -273,6 +274,42 @@ def _check_resumed(steps: int) -> None:
     train(resumed, its, range(steps, 12))
     for name, parameter in model.named_parameters():
         assert torch.equal(whole(resumed.get_parameter(name).detach()), whole(parameter.detach())), name
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@ranks(2)
+def test_the_synchronous_start_is_left_out_only_behind_a_checkpoint_that_ends_it(
+    momentum: float, tmp_path: Path
+) -> None:
+    """Weights of another kind of training, which are loaded first, begin with a start."""
+    yafsdp_cc.save(tmp_path / "pretrained", yafsdp_cc.shard(seeded(Mlp, seed=3)))
+    model = sharded(2, 1, Outer(every=4, momentum=momentum, sync_steps=3))
+    yafsdp_cc.load(tmp_path / "pretrained", model)
+    for steps, is_over in ((range(3), False), (range(3, 5), True)):
+        train(model, torch.optim.SGD(model.parameters(), lr=0.1), steps)
+        parameters = [each.detach() for each in model.parameters()]
+        assert _are_equal(parameters) is not is_over
+        yafsdp_cc.save(tmp_path / f"{steps}", model)
+        model = sharded(2, 1, Outer(every=4, momentum=momentum, sync_steps=3))
+        yafsdp_cc.load(tmp_path / f"{steps}", model)
+
+
+@pytest.mark.parametrize(("lr", "momentum"), [(1.0, 0.0), (0.7, 0.0), (0.7, 0.9)])
+@ranks(2)
+def test_what_rounding_takes_from_outer_weights_is_no_movement(lr: float, momentum: float) -> None:
+    """One of two replicas moves its bf16 weights by an ulp per round, where a mean moves by half of one."""
+    model, ulp, start = nn.Module(), 2.0**-8, 0.9765625
+    model.register_parameter("weight", nn.Parameter(torch.full((4,), start, dtype=torch.bfloat16)))
+    sync = Outer(every=1, lr=lr, momentum=momentum)
+    yafsdp_cc.join_replicas(model, init_device_mesh("cpu", (2,)), sync)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    expected, buffer = start, 0.0
+    for _ in range(16):
+        model.weight.grad = torch.full((4,), 0.0 if dist.get_rank() else ulp, dtype=torch.bfloat16)
+        optimizer.step()
+        buffer = momentum * buffer + ulp / 2
+        expected -= lr * (ulp / 2 + momentum * buffer)
+    assert abs(model.weight[0].item() - expected) <= ulp / 2
 
 
 class Gained(nn.Module):

@@ -396,10 +396,11 @@ class Outer(ReplicaSync):
         return found
 
     def state(self) -> Mapping[str, Sequence[Tensor]]:
-        if self._left:
+        found = {} if self._left else self._outer_state()
+        if self.sync_steps and not found:  # after the start, too, if nothing else says that it is over
             done = float(self.sync_steps - self._left)
-            return {_START: [torch.full_like(each, done, dtype=torch.float32) for each in self.locals()]}
-        return self._outer_state()
+            found[_START] = [torch.full_like(each, done, dtype=torch.float32) for each in self.locals()]
+        return found
 
     @torch.no_grad()
     def load_state(self, state: Mapping[str, Sequence[Tensor]]) -> None:
@@ -409,7 +410,8 @@ class Outer(ReplicaSync):
             self._rounds.close(None)
             self._pending = None
         done = [int(each.view(-1)[0]) for each in state.get(_START, ()) if each.numel()]
-        self._left = max(0, self.sync_steps - max(done)) if done else 0
+        is_over = _MOMENTUM in state or _RESIDUAL in state  # weights of another kind of training have neither
+        self._left = 0 if is_over else max(0, self.sync_steps - max(done, default=0))
         self._begin()
         for name, views in self._outer_state().items():
             torch._foreach_zero_(views)
