@@ -134,6 +134,16 @@ def test_a_rank_that_owns_nothing_sends_nothing(tmp_path: Path) -> None:
         assert not torch.equal(whole(model.weight.detach()), saved)
 
 
+@pytest.mark.parametrize("sync", [Overlap(), Gossip(), Outer(every=4)])
+@ranks(2)
+def test_another_optimizer_may_go_on_behind_a_load(sync: ReplicaSync, tmp_path: Path) -> None:
+    model = sharded(2, 1, sync)
+    yafsdp_cc.save(tmp_path / "checkpoint", model)
+    for _ in range(2):
+        train(model, torch.optim.AdamW(model.parameters(), **ADAMW), range(2))
+        yafsdp_cc.load(tmp_path / "checkpoint", model)
+
+
 @pytest.mark.parametrize("kind", ["torch", "inside a plain module", "membership"])
 def test_a_replica_of_other_sharded_modules_is_one_checkpoint(tmp_path: Path, kind: str) -> None:
     expected = on_ranks(2 if kind == "membership" else 4, _saved_otherwise, tmp_path, kind)[0]

@@ -53,4 +53,4 @@ def load_state(model: nn.Module, loaded: dict[str, Any]) -> None:
     """Resume the ``ReplicaSync`` from weights that were just loaded; ``loaded`` is ``empty_state``, filled."""
     if (sync := sync_of(model)) is not None:
         saved = loaded.get(REPLICAS, {})
-        sync.load_state({kind: [local_of(each) for each in tensors.values()] for kind, tensors in saved.items()})
+        sync.resume({kind: [local_of(each) for each in tensors.values()] for kind, tensors in saved.items()})

@@ -203,7 +203,13 @@ class ReplicaSync(ABC):
 
     def settle(self) -> None:
         """Call ``finish``, after which another optimizer may make the next step."""
-        self.finish()
+        with torch.inference_mode(False), torch.no_grad():  # no later step could write to what inference mode has made
+            self.finish()
+        self._in_use = None
+
+    def resume(self, state: Mapping[str, Sequence[Tensor]]) -> None:
+        """Call ``load_state``, after which another optimizer may make the next step."""
+        self.load_state(state)
         self._in_use = None
 
     @property
