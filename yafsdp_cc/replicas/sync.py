@@ -196,7 +196,7 @@ class ReplicaSync(ABC):
             setattr(parameter, REPLICA_SYNC, _Bound(self, parameter.requires_grad))
         self.prepare()
         if self.finishes_alone:
-            hook = model.register_state_dict_pre_hook(lambda *_: self.settle())
+            hook = model.register_state_dict_pre_hook(_settle)
             if isinstance(model, ShardedModule):
                 undo_later(model, hook.remove)
         _watch_optimizers()
@@ -336,6 +336,15 @@ def refuse_sync(call: str, *models: nn.Module) -> None:
     """Raise a ``ValueError`` if ``call`` would let replicas of a model make different numbers of steps."""
     for model in models:
         if (sync := sync_of(model)) is not None:
+def _settle(model: nn.Module, *_: Any) -> None:
+    """Complete what is on its way: the state-dict hook of a model, which does nothing on a copy of that model.
+
+    A copy, or a pickle, of a model has the model's hooks, and its parameters have no ``_Bound``.
+    """
+    if (sync := sync_of(model)) is not None:
+        sync.settle()
+
+
             raise ValueError(
                 f"{call} settles among the ranks of one replica which batches count, and {type(sync).__name__} needs "
                 "all replicas to make the same steps: leave it out, or shard without sync"
