@@ -328,6 +328,15 @@ def test_what_cannot_be_synchronized_is_refused() -> None:
     with pytest.raises(ValueError, match="synchronized already"):
         yafsdp_cc.join_replicas(model, mesh["replicate"], Overlap())
     rank = dist.get_rank()
+    turning: Any = nn.Linear(2, 2)
+    turning.register_parameter("phase", nn.Parameter(torch.zeros(2, dtype=torch.complex64)))
+    for sync in (Overlap(), Gossip(), Outer()):
+        with pytest.raises(ValueError, match=r"'phase' is torch.complex64 and requires a gradient, .*view_as_real"):
+            yafsdp_cc.join_replicas(turning, mesh["replicate"], sync)
+    turning.phase.requires_grad_(False)
+    with pytest.raises(ValueError, match="codec='onebit' loses"):
+        yafsdp_cc.join_replicas(turning, mesh["replicate"], Gossip(codec="onebit"))
+    yafsdp_cc.join_replicas(turning, mesh["replicate"], Gossip(codec="int8"))
     for other, sync, differs in (
         (nn.Linear(2, 2), Overlap(["int8", "int4"][rank]), "sync differs"),
         (nn.Linear(2, 2, bias=rank > 0), Overlap(), "the number of tensors differs"),
@@ -456,6 +465,68 @@ def test_replicas_are_synchronized_where_parameters_show_unsharded_weights() -> 
         first = each.clone()
         dist.broadcast(first, 0)
         assert torch.equal(each, first)
+
+
+@pytest.mark.parametrize("sync", [Overlap(), Gossip(), Outer(every=2)])
+@ranks(2)
+def test_ignored_parameters_are_each_ranks_own(sync: Any) -> None:
+    """Also of a shape of this rank's own, as those of experts may be."""
+    model, twin, rank = nn.Linear(4, 4), nn.Linear(4, 4), dist.get_rank()
+    for each in (model, twin):
+        nn.init.constant_(each.bias, rank)
+        each.register_parameter("own", nn.Parameter(torch.full((2 + rank,), float(rank)), requires_grad=False))
+    yafsdp_cc.shard(model, mesh=mesh_of(2, 1), sync=sync, ignored_params={model.bias, model.own})
+    for each in (model, twin):
+        each(torch.ones(2, 4)).mul(1 + rank).sum().backward()
+        SGD(each.parameters(), lr=0.1).step()
+    yafsdp_cc.synchronize_replicas(model)
+    assert torch.equal(model.bias, twin.bias)
+    assert torch.equal(model.own, twin.own)
+
+
+@ranks(2)
+def test_untrained_values_of_any_dtype_and_layout_are_those_of_the_first_replica() -> None:
+    rank = dist.get_rank()
+    for sync in (Overlap(), Gossip(), Outer()):
+        model: Any = nn.Linear(2, 2)
+        model.register_parameter("phase", nn.Parameter(torch.full((2,), rank + 1j), requires_grad=False))
+        model.register_buffer("turn", torch.full((2,), rank + 1j))
+        model.register_buffer("wide", torch.full((1,), float(rank)).expand(2))
+        yafsdp_cc.join_replicas(model, mesh_of(2, 1)["replicate"], sync)
+        train_once = SGD(model.parameters(), lr=0.1)
+        model(torch.ones(2)).sum().backward()
+        train_once.step()
+        assert model.phase.tolist() == model.turn.tolist() == [1j, 1j]
+        assert model.wide.tolist() == [0, 0]
+
+
+@ranks(2)
+def test_replicas_may_be_synchronized_in_inference_mode() -> None:
+    model, twin = sharded(2, 1, "overlap"), sharded(2, 1, "overlap")
+    for each, infers in ((model, True), (twin, False)):
+        optimizer = AdamW(each.parameters(), **ADAMW)
+        train(each, optimizer, range(2))
+        with torch.inference_mode(infers):
+            yafsdp_cc.synchronize_replicas(each)
+        train(each, optimizer, range(2, 4))
+    assert all(map(torch.equal, local_shards(model), local_shards(twin)))
+
+
+@ranks(2)
+def test_copies_of_a_plain_model_are_models_of_their_own() -> None:
+    model, rank = seeded(Mlp), dist.get_rank()
+    yafsdp_cc.join_replicas(model, mesh_of(2, 1)["replicate"], Overlap(half_batches=True))
+    optimizer = AdamW(model.parameters(), **ADAMW)
+    file = io.BytesIO()
+    for step in range(4):
+        train(model, optimizer, range(step, step + 1))
+        if step == 2 and rank == 0:  # would commit half a step of the model on this replica alone
+            copy.deepcopy(model).state_dict()
+            torch.save(model, file)
+    if rank == 0:
+        file.seek(0)
+        torch.load(file, weights_only=False).state_dict()
+    yafsdp_cc.synchronize_replicas(model)
 
 
 @pytest.mark.parametrize("sync", [Overlap(), Gossip(), Outer(every=4)])

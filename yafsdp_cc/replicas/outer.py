@@ -43,7 +43,6 @@ from yafsdp_cc.replicas.sync import (
     read_grads,
     set_grad,
     sum_over,
-    tensors_of,
 )
 
 if TYPE_CHECKING:
@@ -146,7 +145,7 @@ class Outer(ReplicaSync):
             raise ValueError("an Outer with a membership finds its replicas by itself: pass mesh=None")
         else:
             alike = {"lr": self.lr, "momentum": self.momentum, "fragments": self.fragments, "codec": self.codec}
-            self.membership.join([*(f"{name}={value!r}" for name, value in alike.items()), *tensors_of(model)])
+            self.membership.join([*(f"{name}={value!r}" for name, value in alike.items()), *self.described(model)])
         self._untrained = [local_of(each) for each in (*self._frozen.values(), *model.buffers())]
 
     def prepare(self) -> None:

@@ -98,6 +98,7 @@ class Overlap(ReplicaSync):
     def __init__(self, codec: str | None = None, half_batches: bool = False) -> None:
         super().__init__()
         self.codec, self.half_batches = codec, half_batches
+        self._codec = None if codec is None else codec_of(codec, BLOCK)
         self._pending: _Step | None = None
         self._first: _Step | None = None
         """The step whose first half alone is over, with the sum of that half in ``_kept``; None at other times."""
@@ -112,10 +113,9 @@ class Overlap(ReplicaSync):
     def prepare(self) -> None:
         like = self.locals()
         self._flags = torch.zeros(_COUNTER + len(like), dtype=torch.float32, device=self.device)
-        self._total = LocalBuffer(like, 1 if self.codec is None else BLOCK)
+        self._total = LocalBuffer(like, 1 if self._codec is None else BLOCK)
         self._stream = comm_stream(self.device)
         self._handle, self._flags_handle = self._stream.handle(), self._stream.handle()
-        self._codec = None if self.codec is None else codec_of(self.codec, BLOCK)
         if self._codec is not None:
             numel = self._total.data.numel()
             size = self._codec.message_bytes(numel)

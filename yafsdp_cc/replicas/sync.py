@@ -34,6 +34,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from yafsdp_cc.engine.communicator import Communicator
 from yafsdp_cc.engine.layout import Layout
+from yafsdp_cc.engine.spec import specs_below
 from yafsdp_cc.fsdp2.module import (
     BEFORE_UNSHARD,
     ShardedModule,
@@ -106,6 +107,8 @@ class ReplicaSync(ABC):
         self.members: list[int] = []
         """Global ranks of all replicas; of this replica alone, if replicas come and go."""
         self._frozen: dict[str, nn.Parameter] = {}
+        self._ignored: set[nn.Parameter] = set()
+        """Parameters of the model that were left out of sharding, each rank's own."""
         self._stepped_by: weakref.ref[Optimizer] | None = None
         self._versions: list[int] = []
         """Version counters of the local tensors when ``remember_weights`` was called last."""
@@ -164,12 +167,21 @@ class ReplicaSync(ABC):
         if mesh is None:
             raise ValueError(f"mesh=None: {type(self).__name__} needs the ranks that hold the same shard, as a 1D mesh")
         group = shard_group(mesh)
-        tensors = tensors_of(model)
+        tensors = self.described(model)
         check_settings({"sync": self, "the number of tensors": len(tensors)}, [group], "join_replicas()")
         check_settings({f"tensor {n}": each for n, each in enumerate(tensors)}, [group], "join_replicas()")
         self.comm = Communicator(group, self.device)
         self.members = sorted({rank for ranks in all_gather_objects(self.members, [group]) for rank in ranks})
-        broadcast_values([local_of(each) for each in (*model.parameters(), *model.buffers())], mesh)
+        synchronized = (*self.parameters.values(), *self._frozen.values(), *model.buffers())
+        broadcast_values([held_of(each) for each in synchronized], mesh)
+
+    def described(self, model: nn.Module) -> list[str]:
+        """Describe each parameter and buffer that replicas synchronize: they compare the descriptions."""
+        check_dense(model.named_buffers(), "join_replicas()")
+        return [
+            f"{name} {list(local_of(each).shape)} {each.dtype}{', not trained' if name in self._frozen else ''}"
+            for name, each in (*self.parameters.items(), *self._frozen.items(), *model.named_buffers())
+        ]
 
     def bind(self, model: nn.Module, mesh: DeviceMesh | None) -> None:
         """Serve ``model`` from now on. A collective: all replicas take the first one's weights and buffers.
@@ -180,21 +192,28 @@ class ReplicaSync(ABC):
         if self.parameters:
             raise ValueError(f"this {type(self).__name__} synchronizes a model already: make another one")
         check_shows_shards(model, "join_replicas()")
-        named = {name: each for name, each in model.named_parameters() if each.requires_grad}
-        taken = next((name for name, each in named.items() if _trained_by(each) is not None), None)
-        if taken is not None:
-            raise ValueError(f"the replicas of this {type(model).__name__} are synchronized already ('{taken}' is)")
-        self.parameters = named
-        self._frozen = {name: each for name, each in model.named_parameters() if name not in named}
+        self._ignored = {each for spec in specs_below(model) for each in spec.ignored}
+        every = {name: each for name, each in model.named_parameters() if each not in self._ignored}
+        named = {name: each for name, each in every.items() if each.requires_grad}
+        for name, each in named.items():
+            if _trained_by(each) is not None:
+                raise ValueError(f"the replicas of this {type(model).__name__} are synchronized already ('{name}' is)")
+            if each.is_complex():
+                raise ValueError(
+                    f"'{name}' is {each.dtype} and requires a gradient, but replicas exchange real numbers: store its "
+                    "real view (torch.view_as_real), or freeze it with requires_grad_(False)"
+                )
         if not named:
             raise ValueError(f"this {type(model).__name__} has no parameter that is trained: nothing to synchronize")
+        self.parameters = named
+        self._frozen = {name: each for name, each in every.items() if name not in named}
         self.device = local_of(next(iter(named.values()))).device
         self.members = _ranks_of(model)
         with torch.no_grad():
             self.connect(model, mesh)
-        for parameter in (*named.values(), *self._frozen.values()):
-            setattr(parameter, REPLICA_SYNC, _Bound(self, parameter.requires_grad))
         self.prepare()
+        for parameter in every.values():
+            setattr(parameter, REPLICA_SYNC, _Bound(self, parameter.requires_grad))
         if self.finishes_alone:
             hook = model.register_state_dict_pre_hook(_settle)
             if isinstance(model, ShardedModule):
@@ -270,7 +289,7 @@ class ReplicaSync(ABC):
     def check_parameters(self, optimizer: Optimizer) -> None:
         """Raise a ``ValueError`` where a step would change a parameter that replicas do not synchronize."""
         for parameter in (each for group in optimizer.param_groups for each in group["params"]):
-            if parameter.grad is None or _trained_by(parameter) is self:
+            if parameter.grad is None or _trained_by(parameter) is self or parameter in self._ignored:
                 continue
             name = next((name for name, each in self._frozen.items() if each is parameter), None)
             if name is not None:
@@ -317,6 +336,15 @@ def sync_of(model: nn.Module) -> ReplicaSync | None:
     return next((sync for _, each in named_sharded_parameters(model) if (sync := _trained_by(each)) is not None), None)
 
 
+def _settle(model: nn.Module, *_: Any) -> None:
+    """Complete what is on its way: the state-dict hook of a model, which does nothing on a copy of that model.
+
+    A copy, or a pickle, of a model has the model's hooks, and its parameters have no ``_Bound``.
+    """
+    if (sync := sync_of(model)) is not None:
+        sync.settle()
+
+
 def synchronize_replicas(model: nn.Module) -> None:
     """Let all replicas of ``model`` hold the same weights and optimizer state. A collective; ``save`` calls it.
 
@@ -336,15 +364,6 @@ def refuse_sync(call: str, *models: nn.Module) -> None:
     """Raise a ``ValueError`` if ``call`` would let replicas of a model make different numbers of steps."""
     for model in models:
         if (sync := sync_of(model)) is not None:
-def _settle(model: nn.Module, *_: Any) -> None:
-    """Complete what is on its way: the state-dict hook of a model, which does nothing on a copy of that model.
-
-    A copy, or a pickle, of a model has the model's hooks, and its parameters have no ``_Bound``.
-    """
-    if (sync := sync_of(model)) is not None:
-        sync.settle()
-
-
             raise ValueError(
                 f"{call} settles among the ranks of one replica which batches count, and {type(sync).__name__} needs "
                 "all replicas to make the same steps: leave it out, or shard without sync"
@@ -423,16 +442,6 @@ def _sync_of(optimizer: Optimizer) -> ReplicaSync | None:
     return next((sync for sync in chain(trained, left_out) if sync is not None), None)
 
 
-def tensors_of(model: nn.Module) -> list[str]:
-    """Describe each parameter and buffer in order: replicas compare the descriptions."""
-    check_dense(model.named_buffers(), "join_replicas()")
-    trained = {name for name, each in model.named_parameters() if each.requires_grad}
-    return [
-        f"{name} {list(local_of(each).shape)} {each.dtype}{'' if name in trained else ', not trained'}"
-        for name, each in (*model.named_parameters(), *model.named_buffers())
-    ]
-
-
 def check_steps(world: int, counts: Sequence[float], made: int, others: str = "") -> None:
     """Raise a ``RuntimeError`` if replicas have made different numbers of steps, and would exchange unlike things.
 
@@ -462,10 +471,14 @@ _RUN = 1 << 22
 """Elements of optimizer state that are copied or averaged at a time."""
 
 
+def held_of(tensor: Tensor) -> Tensor:
+    """Return the local tensor of a parameter or buffer; a plain one itself, whose memory ``writable`` may replace."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def local_of(tensor: Any) -> Tensor:
     """Return the local tensor of a parameter, gradient or state, without a copy."""
-    local: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.detach()
+    return held_of(tensor).detach()
 
 
 def read_grads(grads: Iterable[Tensor | None], views: Iterable[Tensor]) -> None:
