@@ -374,6 +374,30 @@ def test_a_new_one_takes_its_place_among_fragments_under_way(tmp_path: Path) -> 
         assert replicas.result("a") == replicas.result("b")
 
 
+def assigns_a_buffer(replica: Replica) -> None:
+    """Assign a buffer anew in each round, as DINO's centre is in each forward."""
+    norm = replica.model[2]
+    while not replica.has("has come"):
+        norm.running_var = norm.running_var + 1
+        replica.train()
+        time.sleep(0.02)
+    replica.membership.leave()
+
+
+def comes(replica: Replica) -> list[float]:
+    replica.membership.leave()
+    replica.signals.set("has come", "")
+    return list(replica.model[2].running_var.tolist())
+
+
+def test_a_new_one_takes_buffers_that_were_assigned_anew(tmp_path: Path) -> None:
+    with fleet(tmp_path) as replicas:
+        replicas.start(assigns_a_buffer, "a", deadline=20.0)
+        on_ranks(1, _wait_for, replicas.port, "run/3/0/members")
+        replicas.start(comes, "b", deadline=20.0)
+        assert min(replicas.result("b")) > 2
+
+
 def loses_its_store(replica: Replica) -> str:
     replica.train()
     replica.signals.set("trained", "")

@@ -33,12 +33,14 @@ from yafsdp_cc.compression.codec import BLOCK, codec_of
 from yafsdp_cc.compression.codecs import TopK2Bit
 from yafsdp_cc.compression.error_feedback import Residual
 from yafsdp_cc.engine.streams import comm_stream
+from yafsdp_cc.ranks.mesh import writable
 from yafsdp_cc.replicas.membership import AllReplicas, Task
 from yafsdp_cc.replicas.optimizer_state import StateValue, mean_state, write_state
 from yafsdp_cc.replicas.sync import (
     LocalBuffer,
     ReplicaSync,
     check_steps,
+    held_of,
     local_of,
     read_grads,
     set_grad,
@@ -146,7 +148,7 @@ class Outer(ReplicaSync):
         else:
             alike = {"lr": self.lr, "momentum": self.momentum, "fragments": self.fragments, "codec": self.codec}
             self.membership.join([*(f"{name}={value!r}" for name, value in alike.items()), *self.described(model)])
-        self._untrained = [local_of(each) for each in (*self._frozen.values(), *model.buffers())]
+        self._model = model
 
     def prepare(self) -> None:
         place = self.device if self.membership is None else torch.device("cpu")
@@ -344,8 +346,8 @@ class Outer(ReplicaSync):
                 fragment.steps = 0
                 if fragment.residual is not None:
                     fragment.residual.clear()
-            for local, taken in zip(self._untrained, self._staged, strict=True):
-                local.copy_(taken.view(local.dtype).view(local.shape))
+            for local, taken in zip(self._untrained(), self._staged, strict=True):
+                writable(local).copy_(taken.view(local.dtype).view(local.shape))
         if self.optimizer is not None:
             write_state(self.parameters, self.optimizer, exchange.state)
         for fragment, mean in zip(self._fragments, exchange.residuals, strict=False):
@@ -354,10 +356,16 @@ class Outer(ReplicaSync):
 
     def _transferred(self) -> list[Tensor]:
         """Return the tensors that a newcomer receives: outer weights and momentum, and untrained tensors as bytes."""
-        self._staged = [each.to("cpu", copy=True).contiguous().view(-1).view(torch.uint8) for each in self._untrained]
+        copies = [each.to("cpu", copy=True).contiguous() for each in self._untrained()]
+        self._staged = [each.view(-1).view(torch.uint8) for each in copies]
         found = [each.outer.data for each in self._fragments]
         found += [each.momentum.data for each in self._fragments if each.momentum is not None]
         return [*found, *(each for each in self._staged if each.numel())]
+
+    def _untrained(self) -> list[Tensor]:
+        """Return the model's present frozen parameters and buffers: a forward may assign a buffer anew."""
+        frozen = (each for name, each in self._model.named_parameters() if name in self._frozen)
+        return [held_of(each) for each in (*frozen, *self._model.buffers())]
 
     def _take_position(self, task: Task) -> None:
         """Set ``_step``, the step within a round, to that of the replicas whose weights this replica takes."""
