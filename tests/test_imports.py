@@ -34,7 +34,7 @@ MAY_IMPORT = {
     "replicas": "ranks engine tensor fsdp2 compression optim",
     "server": "ranks compression",
     "batches": "ranks engine tensor fsdp2 compression replicas",
-    "checkpoint": "ranks engine forms tensor fsdp2 compression replicas",
+    "checkpoint": "ranks engine forms tensor fsdp2 compression optim replicas",
     "rescue": "ranks engine fsdp2 replicas checkpoint",
     # Users call these modules, and commands of tools.
     "api": "profiling config ranks engine forms tensor sharding fsdp2 plan compression replicas",

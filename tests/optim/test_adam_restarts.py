@@ -136,6 +136,31 @@ def test_a_second_moment_of_many_steps_is_taken_for_what_it_is(tmp_path: Any) ->
 
 
 @ranks(2)
+def test_a_second_moment_of_few_steps_is_taken_for_what_it_is(tmp_path: Any) -> None:
+    """By AdamW, whose step is as long as after its own training, and by LAMB, whose fresh second moment is the same."""
+    settings: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.999)}
+    model, exact, other, another = sharded("int8"), *(yafsdp_cc.shard(Slopes(), units=[Slope]) for _ in "ab"), sharded()
+    optimizer = OneBitAdam(model.parameters(), **settings, warmup_steps=20, refreshes=0, form="gradient")
+    adamw, loaded = (torch.optim.AdamW(each.parameters(), **settings) for each in (exact, other))
+    lamb = OneBitLamb(another.parameters(), **settings, warmup_steps=20)
+    trained(model, optimizer, range(60))
+    trained(exact, adamw, range(60))
+    yafsdp_cc.save(tmp_path / "encoded", model, optimizer)
+    with pytest.warns(UserWarning, match="residuals, gradients that were still to be sent"):
+        yafsdp_cc.load(tmp_path / "encoded", other, loaded)
+    yafsdp_cc.load(tmp_path / "encoded", another, lamb)
+    assert all(each.keys() == {"step", "exp_avg", "exp_avg_sq"} for each in loaded.state.values())
+    for state in (each for each in lamb.state.values() if "trust" in each):
+        seen = state["exp_avg_sq"].full_tensor().double() / (1 - 0.999**20)
+        torch.testing.assert_close(state["exp_avg_sq_fresh"].full_tensor().double() / (1 - 0.999**60), seen)
+    before = weights(exact), weights(other)
+    trained(exact, adamw, range(60, 61))
+    trained(other, loaded, range(60, 61))
+    for old, new, old_loaded, new_loaded in zip(before[0], weights(exact), before[1], weights(other), strict=True):
+        assert float((new_loaded - old_loaded).norm()) == pytest.approx(float((new - old).norm()), rel=0.2)
+
+
+@ranks(2)
 def test_loading_a_state_twice_does_what_loading_it_once_does() -> None:
     model, exact = sharded(), sharded(compression={"overrides": {"parts.0.*": "fp32"}})
     settings: dict[str, Any] = SETTINGS | {"warmup_steps": 3, "refreshes": 0}

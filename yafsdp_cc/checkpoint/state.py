@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map, tree_structure
 
 from yafsdp_cc.fsdp2.module import WRAPPERS, ShardedModule
+from yafsdp_cc.optim.adam import OneBitAdam, adamw_state
 from yafsdp_cc.ranks.checks import check_dense
 
 if TYPE_CHECKING:
@@ -201,6 +202,9 @@ def restore_optimizers(
             alike = groups[tuple(sorted(names[number] for number in group["params"]))]
             param_groups.append({**group, **(alike.pop(0) if alike else {}), "params": group["params"]})
         state = {numbers[name]: values for name, values in saved["state"].items() if name in numbers}
+        for group in () if isinstance(optimizer, OneBitAdam) else param_groups:
+            for number in (each for each in group["params"] if "variance_step" in state.get(each, ())):
+                state[number] = adamw_state(state[number], group["betas"][1])
         optimizer.load_state_dict({"state": state, "param_groups": param_groups})
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         for number, values in state.items():

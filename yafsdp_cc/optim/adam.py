@@ -36,8 +36,8 @@ class OneBitAdam(OneBitOptimizer):
     and so does everything until ``warmup_steps`` are over. Afterwards no element moves further in a step than exact
     Adam's can (Kingma & Ba, "Adam", 2015, section 2.1), however small its second moment was when it was last updated.
 
-    A state dict is that of ``torch.optim.AdamW``: either can load the other's, at any number of ranks. Residuals are
-    saved beside it by ``yafsdp_cc.save``.
+    A state dict is that of ``torch.optim.AdamW``: ``yafsdp_cc.load`` gives either the other's, at any number of ranks.
+    Residuals are saved beside it by ``yafsdp_cc.save``.
 
     Args:
         params: all trained parameters of a model that was sharded with a compression, or groups of them.
@@ -87,12 +87,8 @@ class OneBitAdam(OneBitOptimizer):
         if self._is_encoded(parameter):
             # torch's AdamW saves no ``variance_step``: there the second moment has seen the gradient of every step.
             state.setdefault("variance_step", state["step"].detach().clone())
-        elif (seen := float(state.pop("variance_step", 0))) > 0:
-            # A state saved in the encoded phase has a second moment of fewer gradients than steps, for all of which
-            # AdamW corrects it.
-            beta2 = self.param_groups[0]["betas"][1]
-            factor = (1 - beta2 ** float(state["step"])) / (1 - beta2**seen)
-            state["exp_avg_sq"] = state["exp_avg_sq"] * factor  # not in place: a caller of ``load_state_dict`` has it
+        elif "variance_step" in state:
+            self.state[parameter] = adamw_state(state, self.param_groups[0]["betas"][1])
 
     @property
     def phase(self) -> Phase:
@@ -207,6 +203,17 @@ class ZeroOneAdam(OneBitAdam):
         self._update_variance([(each, grad_of(each)) for each in seen])
         self._update_exactly(group, [each for each in exact if not self._is_encoded(each)])
         self._update(group, [*seen, *encoded])
+
+
+def adamw_state(state: Mapping[str, Any], beta2: float) -> dict[str, Any]:
+    """Return a parameter's state as AdamW has it, with a new second moment.
+
+    AdamW corrects the second moment for all steps, and one saved in the encoded phase has seen fewer gradients: without
+    the factor, updates would be too long.
+    """
+    step, seen = float(state["step"]), float(state["variance_step"])
+    factor = (1 - beta2**step) / (1 - beta2**seen) if seen else 1.0
+    return {"step": state["step"], "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"] * factor}
 
 
 def sharded_adamw_step(group: dict[str, Any], parameters: Sequence[Tensor], states: Mapping[Tensor, Any]) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from yafsdp_cc.compression.codec import block_sum
 from yafsdp_cc.compression.error_feedback import ops_for, stream_of
-from yafsdp_cc.optim.adam import OneBitAdam
+from yafsdp_cc.optim.adam import OneBitAdam, adamw_state
 from yafsdp_cc.optim.one_bit import grad_of, local_of
 from yafsdp_cc.optim.update import Row, Rule, adam_settings, is_native, root_of, update
 from yafsdp_cc.tensor import reductions
@@ -120,7 +120,8 @@ class OneBitLamb(OneBitAdam):
             return
         state.setdefault("trust", torch.tensor(0.0, device="cpu"))
         state.setdefault("factor", torch.tensor(1.0, device="cpu"))
-        state.setdefault("exp_avg_sq_fresh", state["exp_avg_sq"].clone())
+        if "exp_avg_sq_fresh" not in state:
+            state["exp_avg_sq_fresh"] = adamw_state(state, self.param_groups[0]["betas"][1])["exp_avg_sq"]
         if self.form == "momentum":
             state.setdefault("exp_avg_before", state["exp_avg"].clone())
 
