@@ -226,6 +226,39 @@ def test_moments_of_other_dtypes_go_on_in_fp32(saved: torch.dtype, loaded: torch
 
 
 @ranks(2)
+def test_a_checkpoint_s_moments_have_the_dtype_that_its_reader_computes_in(tmp_path: Any) -> None:
+    """Those in fp32 go into torch's AdamW in its parameters' bf16, and those in bf16 go into OneBitAdam in fp32."""
+
+    def train(model: Any, optimizer: Any, dtype: torch.dtype) -> set[torch.dtype]:
+        model([each.to(dtype) for each in drawn(0, dist.get_rank())]).backward()
+        optimizer.step()
+        return {value.dtype for state in optimizer.state.values() for value in state.values() if value.ndim}
+
+    def made(dtype: torch.dtype, kind: Any, **settings: Any) -> tuple[Any, Any]:
+        model = yafsdp_cc.shard(Slopes().to(dtype), units=[Slope], compression=Compression("onebit", block=BLOCK))
+        return model, kind(model.parameters(), **SETTINGS, **settings)
+
+    for dtype, kinds in ((torch.bfloat16, (OneBitAdam, torch.optim.AdamW)), (torch.float32, (InBf16, OneBitAdam))):
+        jobs = [made(dtype, kind, **({"warmup_steps": 5} if kind is OneBitAdam else {})) for kind in kinds]
+        train(*jobs[0], dtype)
+        yafsdp_cc.save(tmp_path / "step", *jobs[0])
+        yafsdp_cc.load(tmp_path / "step", *jobs[1])
+        assert train(*jobs[1], dtype) == {dtype}
+
+
+class InBf16(torch.optim.Optimizer):
+    """Has the state and settings of Adam, in bf16, and changes no weights."""
+
+    def __init__(self, params: Any, **settings: Any) -> None:
+        super().__init__(params, settings | {"eps": 1e-8})
+
+    def step(self) -> None:  # type: ignore[override]  # a stub without a closure
+        for parameter in self.param_groups[0]["params"]:
+            moments = {name: parameter.grad.bfloat16() for name in ("exp_avg", "exp_avg_sq")}
+            self.state[parameter] = {"step": torch.tensor(1.0), **moments}
+
+
+@ranks(2)
 def test_factors_and_clipping_are_resumed_together(tmp_path: Any) -> None:
     """How far gradients are clipped decides how they are summed, and that makes the engine anew: not its factors."""
 

@@ -24,7 +24,9 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map, tree_structure
 
 from yafsdp_cc.fsdp2.module import WRAPPERS, ShardedModule
-from yafsdp_cc.optim.adam import OneBitAdam, adamw_state
+from yafsdp_cc.optim import Adafactor, MatrixOptimizer, OneBitAdam
+from yafsdp_cc.optim.adam import adamw_state
+from yafsdp_cc.optim.one_bit import OneBitOptimizer
 from yafsdp_cc.ranks.checks import check_dense
 
 if TYPE_CHECKING:
@@ -190,7 +192,8 @@ def restore_optimizers(
     """Give each optimizer its parameters' part of ``saved``, the state that was read into ``empty_optimizer_state``.
 
     torch's ``load_state_dict`` casts state to its parameter's dtype. State that had another dtype than its parameter,
-    whose dtype in the checkpoint ``dtypes`` has by name, keeps its own.
+    whose dtype in the checkpoint ``dtypes`` has by name, keeps its own, except in optimizers of this package, which
+    choose dtypes themselves, and in torch's, which can use no other than the parameter's but for numbers.
     """
     groups = defaultdict[tuple[str, ...], list[dict[str, Any]]](list)  # several may have no parameters
     for group in saved["param_groups"]:
@@ -206,12 +209,16 @@ def restore_optimizers(
             for number in (each for each in group["params"] if "variance_step" in state.get(each, ())):
                 state[number] = adamw_state(state[number], group["betas"][1])
         optimizer.load_state_dict({"state": state, "param_groups": param_groups})
+        if isinstance(optimizer, (OneBitOptimizer, MatrixOptimizer, Adafactor)):
+            continue
+        is_torchs = type(optimizer).__module__.startswith("torch.optim")
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         for number, values in state.items():
-            held = optimizer.state[parameters[number]]
+            held, uncast = optimizer.state[parameters[number]], partial(_uncast, dtypes.get(names[number]))
             for key in values.keys() & held.keys() - {"step"}:
-                if tree_structure(held[key]) == tree_structure(values[key]):
-                    held[key] = tree_map(partial(_uncast, dtypes.get(names[number])), held[key], values[key])
+                is_cast = is_torchs and (getattr(held[key], "ndim", False) or not parameters[number].ndim)
+                if not is_cast and tree_structure(held[key]) == tree_structure(values[key]):
+                    held[key] = tree_map(uncast, held[key], values[key])
 
 
 def _uncast(dtype: torch.dtype | None, held: Any, saved: Any) -> Any:
