@@ -72,7 +72,8 @@ def test_killed_and_run_again_the_losses_are_the_same_bit_for_bit(tmp_path):
 def test_killed_between_the_two_renames_of_a_save_it_goes_on_too(tmp_path):
     before = finished(tmp_path, steps=20)
     assert "goes on" not in before
-    (tmp_path / "checkpoint").rename(tmp_path / "checkpoint.previous")
+    (tmp_path / "checkpoint.saving-1f3a90c2").mkdir()
+    (tmp_path / "checkpoint").rename(tmp_path / "checkpoint.saving-1f3a90c2" / "previous")
     assert "goes on after step 20" in finished(tmp_path, steps=21)
 
 

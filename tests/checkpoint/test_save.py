@@ -225,6 +225,19 @@ def test_links_are_followed(tmp_path):
     assert sorted(each.name for each in tmp_path.iterdir()) == ["disk", "latest", "weights"]
 
 
+def test_folders_that_a_user_has_named_stay(tmp_path):
+    model, names = nn.Linear(2, 2), {"step", "step.previous", "step.saving", "step.saving-old", "steps.saving-1f3a90c2"}
+    for name in names - {"step"}:
+        yafsdp_cc.save(tmp_path / name, model)
+    with pytest.raises(FileNotFoundError):
+        yafsdp_cc.load(tmp_path / "step", model)
+    (tmp_path / "step.saving-1f3a90c2").mkdir()  # of a save that was killed
+    for _ in range(2):
+        yafsdp_cc.save(tmp_path / "step", model)
+    assert {each.name for each in tmp_path.iterdir()} == names
+    assert all((tmp_path / name / ".metadata").exists() for name in names)
+
+
 # Whose values are saved
 
 

@@ -54,8 +54,8 @@ def place(path: str | os.PathLike[str]) -> Path:
 
 
 def _folders(path: Path) -> list[Path]:
-    """Return the folders of saves to ``path`` that are under way or were killed, earlier versions' folders included."""
-    ours = re.compile(re.escape(path.name) + r"\.(saving(-[0-9a-f]{8})?|previous)")
+    """Return the folders of saves to ``path`` that are under way or were killed. Any other name is a user's own."""
+    ours = re.compile(re.escape(path.name) + r"\.saving-[0-9a-f]{8}")
     return [each for each in path.parent.iterdir() if ours.fullmatch(each.name)] if path.parent.is_dir() else []
 
 
@@ -65,7 +65,7 @@ def complete(path: Path) -> Path:
     for _ in range(3):
         if path.exists():
             break
-        kept = [each if each.suffix == f".{_PREVIOUS}" else each / _PREVIOUS for each in _folders(path)]
+        kept = [each / _PREVIOUS for each in _folders(path)]
         with suppress(FileNotFoundError):
             ages = {(each / METADATA).stat().st_mtime_ns: each for each in kept if each.exists()}
             if ages:
