@@ -111,6 +111,23 @@ def test_patches_reconstruct_the_weights(form, dtype, steps, tmp_path):
     assert size <= 4 + dtype.itemsize
 
 
+@ranks(2)
+def test_the_first_rank_sends_what_is_not_sharded(tmp_path):
+    model = seeded(Transformer)
+    yafsdp_cc.shard(model, ignored_params=[model.head.weight])
+    weights = {name: value.bfloat16() for name, value in yafsdp_cc.full_state_dict(model).items()}
+    assert yafsdp_cc.weight_patch(model).tensors == {}
+    with torch.no_grad():
+        model.head.weight.mul_(2.0 + dist.get_rank())
+    patch = yafsdp_cc.weight_patch(model)
+    if dist.get_rank() != 0:
+        assert patch.tensors == {}
+        return
+    patch.save(tmp_path / "patch")
+    received(weights, tmp_path / "patch")
+    assert weights["head.weight"].equal(model.head.weight.bfloat16())
+
+
 @ranks(1)
 def test_what_was_sent_is_forgotten_with_the_sharding():
     model = sharded()

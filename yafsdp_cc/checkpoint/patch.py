@@ -15,8 +15,8 @@ import torch
 from torch.distributed.tensor import Replicate
 
 from yafsdp_cc.checkpoint.state import plain_name, unwrapped
-from yafsdp_cc.forms.subclasses import check_plain
-from yafsdp_cc.fsdp2.module import built_state, check_at_rest, check_shows_shards
+from yafsdp_cc.forms.subclasses import PLAIN, check_plain
+from yafsdp_cc.fsdp2.module import built_state, check_at_rest, check_shows_shards, is_first_of_model
 from yafsdp_cc.replicas.sync import synchronize_replicas
 
 if TYPE_CHECKING:
@@ -71,11 +71,11 @@ class _Sent:
         """This rank's range of each parameter, by name, cast to ``dtype`` and viewed as integers. (A key that refers to
         the ``ParamGroupSpec`` of ``_sent`` would keep the model alive.)"""
 
-    def change(self, param: FSDPParam) -> Tensor | None:
+    def change(self, name: str, local: Tensor) -> Tensor | None:
         """Store the present weights; return where they differ from those of the last call, None in the first."""
-        before = self.weights.get(param.spec.name)
-        now = param.local.detach().view(-1).to(self.dtype, copy=True).view(_BITS[self.dtype.itemsize])
-        self.weights[param.spec.name] = now
+        before = self.weights.get(name)
+        now = local.detach().reshape(-1).to(self.dtype, copy=True).view(_BITS[self.dtype.itemsize])
+        self.weights[name] = now
         return None if before is None else (now != before).nonzero().view(-1)
 
 
@@ -88,10 +88,10 @@ def weight_patch(model: nn.Module, *, dtype: torch.dtype = torch.bfloat16) -> We
     """Return all changes of this rank's weights, cast to ``dtype``, since the last patch, bit for bit.
 
     The patches of all ranks together are the model's; weights that several ranks hold are in the patch of the first
-    one. The first call after each ``shard`` stores the weights and returns an empty patch, of ``model_version`` 0: send
-    whole weights to receivers then, as from ``save_safetensors``. A copy of this rank's shards in ``dtype`` is kept,
-    and one parameter is cast at a time. Not a collective; with ``sync`` it calls ``synchronize_replicas``, and each
-    replica has the patches of a whole model.
+    one, and so are ignored parameters, except frozen ones of tensor subclasses. The first call after each ``shard``
+    stores the weights and returns an empty patch, of ``model_version`` 0: send whole weights to receivers then, as from
+    ``save_safetensors``. A copy of this rank's shards in ``dtype`` is kept, and one parameter is cast at a time. Not a
+    collective; with ``sync`` it calls ``synchronize_replicas``, and each replica has the patches of a whole model.
 
     Args:
         model: the model that was passed to ``shard``; its floating-point parameters are compared, its buffers are not.
@@ -112,22 +112,29 @@ def weight_patch(model: nn.Module, *, dtype: torch.dtype = torch.bfloat16) -> We
     sent = _sent.setdefault(state.specs[-1], _Sent(dtype))
     if sent.dtype != dtype:
         raise ValueError(f"weight_patch(dtype={dtype}), but patches of this model were of {sent.dtype}: pass that")
-    for param in state.params:
-        check_plain(f"'{param.spec.name}'", param.local, "weight_patch", "send what yafsdp_cc.full_state_dict gives")
+    parts: list[tuple[str, Tensor, ShardSpec | None, bool]]
+    parts = [(param.spec.name, param.local, param.spec, _sends(param)) for param in state.params]
+    sharded, is_first = {id(param.parameter) for param in state.params}, is_first_of_model(state)
+    ignored = ((name, each) for name, each in model.named_parameters() if id(each) not in sharded)
+    parts += [(name, each, None, is_first) for name, each in ignored if each.requires_grad or type(each) in PLAIN]
+    for full_name, local, *_ in parts:
+        check_plain(f"'{full_name}'", local, "weight_patch", "send what yafsdp_cc.full_state_dict gives")
     tensors: dict[str, Tensor] = {}
     changed = total = 0
-    for param in (param for param in state.params if param.local.is_floating_point() and _sends(param)):
-        if param.spec.global_shape.numel() >= 2**32:
-            raise ValueError(f"'{param.spec.name}' has 2**32 elements or more, which a patch cannot address")
-        total += param.local.numel()
-        places = sent.change(param)
+    for full_name, local, spec, sends in parts:
+        if not (sends and local.is_floating_point()):
+            continue
+        if (local if spec is None else spec.global_shape).numel() >= 2**32:
+            raise ValueError(f"'{full_name}' has 2**32 elements or more, which a patch cannot address")
+        total += local.numel()
+        places = sent.change(full_name, local)
         if places is None or not places.numel():
             continue
         changed += places.numel()
-        values = sent.weights[param.spec.name].index_select(0, places).view(dtype)
-        name = plain_name(param.spec.name)
+        values = sent.weights[full_name].index_select(0, places).view(dtype)
+        name = plain_name(full_name)
         tensors[f"{name}.val"] = values.cpu()
-        tensors[f"{name}.idx"] = _gaps(_in_whole(param.spec, places)).cpu()
+        tensors[f"{name}.idx"] = _gaps(places if spec is None else _in_whole(spec, places)).cpu()
     metadata: dict[str, Any] = {
         "format": "sparse_weight_patch",
         "version": 1,
