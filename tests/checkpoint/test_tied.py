@@ -27,6 +27,20 @@ def one_of_two(folder):
     assert tied.head.weight.full_tensor().equal(untied.embed.weight.full_tensor())
 
 
+def of_nan(folder):
+    """A mask that two modules share, and a weight of a run that has diverged."""
+    model, _ = job("ours", tied=True)
+    model.register_buffer("mask", torch.tensor([0.0, float("nan")]))
+    model.blocks.register_buffer("mask", model.mask)
+    with torch.no_grad():
+        model.embed.weight.mul_(float("nan"))
+    yafsdp_cc.save(folder / "nan", model)
+    yafsdp_cc.save_safetensors(folder / "nan weights", model)
+    for load, path in ((yafsdp_cc.load, "nan"), (yafsdp_cc.load_safetensors, "nan weights")):
+        load(folder / path, model)
+        assert model.head.weight.full_tensor().isnan().all()
+
+
 def into_copies(folder):
     model, _ = job("ours")
     yafsdp_cc.save(folder / "step", model)
@@ -43,4 +57,5 @@ def into_copies(folder):
 @ranks(2)
 def test_what_would_be_lost_is_refused(tmp_path):
     one_of_two(tmp_path)
+    of_nan(tmp_path)
     into_copies(tmp_path)

@@ -337,7 +337,7 @@ def read_extra(
     for read in ranks[1:]:  # one at a time: each has residuals as large as the model
         other = read()
         named |= other.keys()
-        alike = {name: value for name, value in alike.items() if name in other and _same(other[name], value)}
+        alike = {name: value for name, value in alike.items() if name in other and same(other[name], value)}
     if own := sorted(name for name in named - alike.keys() if not name.startswith("_wire")):
         warnings.warn(
             f"{folder} was saved by {len(ranks)} ranks and is loaded by {world}: {', '.join(own)} differed between "
@@ -372,19 +372,21 @@ def load_plain(stream: IO[bytes]) -> Any:
         return torch.load(stream, map_location="cpu", weights_only=True)
 
 
-def _same(a: Any, b: Any) -> bool:
+def same(a: Any, b: Any) -> bool:
+    """Return whether two values are alike: tensors in dtype, shape and elements, where NaN is like NaN."""
     if type(a) is not type(b):
         return False
     if isinstance(a, Tensor):
         if a.dtype != b.dtype or a.shape != b.shape or a.layout != b.layout:
             return False
-        a, b = a.to_dense(), b.to_dense()
+        if a.layout is not torch.strided:
+            a, b = a.to_dense(), b.to_dense()
         is_float = a.is_floating_point()
         return bool(a.equal(b) or (is_float and a.double().allclose(b.double(), 0, 0, equal_nan=True)))
     if isinstance(a, dict):
-        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
     if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(_same, a, b))
+        return len(a) == len(b) and all(map(same, a, b))
     return bool(a.getvalue() == b.getvalue() if isinstance(a, io.BytesIO) else a == b or (a != a and b != b))
 
 

@@ -263,7 +263,7 @@ def aliases(state: Mapping[str, Any]) -> dict[str, str]:
 def check_tied(values: Mapping[str, Tensor], names: Mapping[str, str], folder: Path) -> None:
     """Compare this rank's parts of the entries of tied names: if they differ, one of them would be lost."""
     for name, first in names.items():
-        if not local_of(values[first]).equal(local_of(values[name])):
+        if not files.same(local_of(values[first]), local_of(values[name])):
             raise ValueError(
                 f"{folder} holds different values for '{first}' and '{name}', which are one parameter in this model: "
                 "untie them as they were when it was saved"
@@ -282,7 +282,7 @@ def metadata_names(model: nn.Module, state: Mapping[str, Any]) -> list[str]:
 
 def _check_metadata(name: str, value: Tensor, known: Tensor, folder: Path) -> None:
     """Raise a ``ValueError`` if a quantised parameter has other metadata in the checkpoint than in the model."""
-    if not torch.equal(value, known):
+    if not files.same(local_of(value), local_of(known)):
         raise ValueError(
             f"'{name}' in {folder} is not that of the model: its weight was quantised from other values. Quantise "
             "the model from the same weights as the one that was saved"
