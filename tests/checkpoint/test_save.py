@@ -263,6 +263,37 @@ def test_what_ranks_have_of_their_own_is_saved_from_the_first(tmp_path):
 # What goes wrong
 
 
+class OfOneRank(nn.Linear):
+    """Has an extra state that the second rank cannot take in, and later not give."""
+
+    is_broken = False
+
+    def get_extra_state(self):
+        if self.is_broken and dist.get_rank() == 1:
+            raise OSError("no such state")
+        return 1
+
+    def set_extra_state(self, state):
+        if dist.get_rank() == 1:
+            raise OSError("no such state")
+
+
+@ranks(2, patience=20)
+def test_what_one_rank_s_extra_state_raises_is_raised_on_all(tmp_path):
+    model = yafsdp_cc.shard(OfOneRank(64, 4), sync_module_states=True)
+    yafsdp_cc.save(tmp_path / "step", model)
+    yafsdp_cc.save_safetensors(tmp_path / "weights", model)
+    calls = [
+        lambda: yafsdp_cc.load(tmp_path / "step", model),
+        lambda: yafsdp_cc.load_safetensors(tmp_path / "weights", model),
+        lambda: yafsdp_cc.full_state_dict(model),
+    ]
+    for call in calls:
+        model.is_broken = call is calls[-1]
+        with pytest.raises((OSError, RuntimeError, ValueError), match="no such state"):
+            call()
+
+
 def test_a_folder_that_a_process_works_in_is_not_replaced(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=f"{tmp_path} is the working directory, .*: name a folder in it"):

@@ -85,10 +85,11 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
         RuntimeError: called inside a forward or a backward, or not on every rank.
     """
     model = unwrapped(model)
-    meet("full_state_dict()", model, {})
+    group = meet("full_state_dict()", model, {}).front
     check_is_one_model("full_state_dict()", model)
     synchronize_replicas(model)
-    own = _state_at_rest(model)
+    with refused_together(*group):
+        own = _state_at_rest(model)
     full: dict[str, Any] = {}
     for names, tensor in _whole_tensors(model, own):
         full.update(dict.fromkeys(names, tensor.to("cpu", copy=True)))
@@ -170,7 +171,8 @@ def load_safetensors(path: str | os.PathLike[str], model: nn.Module) -> None:
 
     check_arguments("load_safetensors", path, model)
     model = unwrapped(model)
-    with refused_together(*ranks_of(model).front):
+    group = ranks_of(model).front
+    with refused_together(*group):
         check_shows_shards(model, "load_safetensors")
         own = model_state(model)
         check_has_memory(own, "load_safetensors")
@@ -202,7 +204,8 @@ def load_safetensors(path: str | os.PathLike[str], model: nn.Module) -> None:
             _fill(state[name], each)
     for name in metadata_names(model, state):
         del state[name]
-    load_model_state(model, state)  # parameters are filled already; ``load_model_state`` loads buffers and extra states
+    with refused_together(*group):
+        load_model_state(model, state)  # buffers and extra states: parameters are filled already
 
 
 def convert(

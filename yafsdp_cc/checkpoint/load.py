@@ -165,7 +165,8 @@ def load_from(
             f"{folder} was whole and changed while it was read ({error}): the model holds some of each, load again"
         ) from error
     extras = {name: unpacked(value) for name, value in weights[MODEL].items() if is_extra_state(name)}
-    load_model_state(model, weights[MODEL] | extras)
+    with together(group):
+        load_model_state(model, weights[MODEL] | extras)
     compression.load_state(model, state, extra, of_ranks, group)
     replicas.load_state(model, state)
     return extra
