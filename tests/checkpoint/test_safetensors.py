@@ -94,10 +94,11 @@ def several_files(folder):
     assert index["metadata"]["total_size"] == sum(p.nbytes for p in Transformer(2, tied=True).parameters()) + 24
     stored = {name: value for file in names for name, value in load_file(folder / "step" / file).items()}
     assert index["weight_map"].keys() == stored.keys() == model.state_dict().keys() - {"head.weight"}
-    other, _ = job("ours", seed=1, tied=True)
-    other.register_buffer("kept", torch.zeros(3, dtype=torch.long))
-    yafsdp_cc.load_safetensors(folder / "step", other)
-    same(*({name: whole(value) for name, value in each.state_dict().items()} for each in (model, other)))
+    for form in ("ours", "fsdp2"):
+        other, _ = job(form, seed=1, tied=True)
+        other.register_buffer("kept", torch.zeros(3, dtype=torch.long))
+        yafsdp_cc.load_safetensors(folder / "step", other)
+        same(*({name: whole(value) for name, value in each.state_dict().items()} for each in (model, other)))
     plain = Noted(2, tied=True)
     plain.register_buffer("kept", torch.zeros(3, dtype=torch.long))
     yafsdp_cc.load_safetensors(folder / "step", plain)
@@ -137,6 +138,9 @@ def test_what_does_not_fit(tmp_path):
         yafsdp_cc.save_safetensors(tmp_path / "full", model)
     with pytest.raises(ValueError, match="not sharded"):
         yafsdp_cc.save_safetensors(tmp_path / "plain", nn.Linear(2, 2))
+    for call in (yafsdp_cc.save_safetensors, yafsdp_cc.load_safetensors):
+        with pytest.raises(TypeError, match=rf"{call.__name__}\(path, model\) takes .*given \(FSDPTransformer, "):
+            call(model, tmp_path / "full")
 
 
 def saved(form, folder):

@@ -64,7 +64,6 @@ from yafsdp_cc.fsdp2.module import (
 from yafsdp_cc.ranks.checks import check_dense, refused_together
 from yafsdp_cc.ranks.mesh import writable
 from yafsdp_cc.replicas.sync import synchronize_replicas
-from yafsdp_cc.tensor.dtensor import FlatDTensor
 
 _INDEX = "model.safetensors.index.json"
 _PACKED = ".packed"
@@ -154,7 +153,7 @@ def load_safetensors(path: str | os.PathLike[str], model: nn.Module) -> None:
     """Fill a model's parameters and buffers from safetensors. A collective.
 
     Each rank reads only its own parts. The names must be the model's own. Values are cast to the model's dtypes. The
-    model may be sharded or plain.
+    model may be plain, or sharded by this package or FSDP2.
 
     Args:
         path: a ``.safetensors`` file, or a folder with one or several and their index.
@@ -166,10 +165,10 @@ def load_safetensors(path: str | os.PathLike[str], model: nn.Module) -> None:
             different values under its names.
         RuntimeError: called inside ``whole_parameters``.
     """
-    synchronize_replicas(model)  # an exchange in flight must end before the weights are replaced
     from safetensors import safe_open
 
     check_arguments("load_safetensors", path, model)
+    synchronize_replicas(model)  # an exchange in flight must end before the weights are replaced
     model = unwrapped(model)
     group = ranks_of(model).front
     with refused_together(*group):
@@ -401,7 +400,7 @@ class _Stored(NamedTuple):
 
 def _fill(target: Any, stored: _Stored) -> None:
     """Read this rank's parts of the ``stored`` tensor into ``target``."""
-    if not isinstance(target, FlatDTensor) or not target.dim():
+    if not isinstance(target, DTensor) or not target.dim():
         target.copy_(stored.file.get_tensor(stored.name))
         return
     whole = stored.file.get_slice(stored.name)
