@@ -8,9 +8,12 @@ import json
 import re
 import sys
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
 from functools import partial
+from io import StringIO
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -80,9 +83,15 @@ def test_a_plan_of_ranks_that_are_not_there_is_that_of_real_ones(world: int, set
 
 
 def _planned(world: int, settings: dict[str, Any]) -> Plan:
+    with no_group():
+        return plan_over(small, (world,), "cpu", mp_policy=BF16, **settings)
+
+
+@contextmanager
+def no_group() -> Iterator[None]:
     dist.destroy_process_group()
     try:
-        return plan_over(small, (world,), "cpu", mp_policy=BF16, **settings)
+        yield
     finally:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
@@ -501,6 +510,45 @@ def test_reduces_have_the_dtype_of_weights_unless_told_otherwise(
     assert f"forward {forward}, gathered {forward}, reduced {reduced}\n" in capsys.readouterr().out
 
 
+def estimated(*arguments: str) -> tuple[Any, str]:
+    """Run the command in this process; return the only row of its JSON, and what it prints."""
+    with no_group(), TemporaryDirectory() as folder, redirect_stdout(StringIO()) as shown:
+        assert main([*arguments, "--json", f"{folder}/estimate.json"]) == 0
+        (row,) = json.loads(Path(folder, "estimate.json").read_text())
+    return row, shown.getvalue()
+
+
+def parts() -> Any:
+    """Five blocks, each of two products of 128 x 64 x 256 numbers."""
+    features = nn.Sequential(*[_Part(lambda x: x) for _ in range(5)])
+    model = nn.Sequential(OrderedDict(features=features))
+    return model, lambda model: model(torch.zeros(128, 64, device="cpu", requires_grad=True)).square().mean()
+
+
+@ranks(1)
+def test_the_operations_of_a_step_do_not_depend_on_its_units() -> None:
+    product = 2 * 128 * 64 * 256
+    command = ["tests.test_estimate:parts", *TIMES, "--ranks=1"]
+    again = estimated(*command, "--checkpoint=3")[0]["seconds"]["backward"]
+    for units in ("auto", "_Part", "features.*.up", "features", "[features.*, features.*.up]"):
+        step = estimated(*command, "--set", f"shard.units={units}")[0]["seconds"]
+        assert step["forward"] == pytest.approx(10 * product / 1e12)
+        assert step["backward"] == pytest.approx(20 * product / 1e12)
+        step = estimated(*command, "--set", f"shard.units={units}", "--checkpoint=3")[0]["seconds"]
+        assert step["backward"] == pytest.approx(again)
+        assert 20 * product / 1e12 < again <= (20 + 6) * product / 1e12
+
+
+@ranks(1)
+def test_operations_are_those_within_a_unit_and_in_no_unit_inside() -> None:
+    subject = Subject(lambda: parts()[0], parts()[1])
+    found = probe(subject, MixedPrecisionPolicy(), ["features", "features.*.up"]).work
+    product = 2 * 128 * 64 * 256
+    assert found.pop("features") == (5 * product, 10 * product)
+    assert found.pop("") == (0, 0)
+    assert found == {f"features.{index}.up": (product, 2 * product) for index in range(5)}
+
+
 PAGE = (Path(__file__).parent.parent / "docs" / "estimate.md").read_text(encoding="utf-8")
 
 
@@ -514,7 +562,7 @@ def test_the_commands_of_the_page_are_understood() -> None:
 
 @ranks(1)
 def test_the_examples_of_the_page_run() -> None:
-    dist.destroy_process_group()
-    for number, example in enumerate(re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE), start=1):
-        exec(compile(example, f"<docs/estimate.md, example {number}>", "exec"), {"__name__": f"example{number}"})
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    examples = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+    with no_group():
+        for number, example in enumerate(examples, start=1):
+            exec(compile(example, f"<docs/estimate.md, example {number}>", "exec"), {"__name__": f"example{number}"})

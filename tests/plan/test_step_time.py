@@ -62,7 +62,9 @@ def test_replicas_sum_behind_each_reduce() -> None:
     planned = plan(gather=0, reduce=3, blocks=2)
     communication = PlannedCommunication(0, 0, 6, 0, replicas=10)
     fields = {**vars(planned), "communication": communication, "replicas": 2}
-    assert [event for event in events_of(Plan(**fields), {}) if not event.is_compute] == [
+    assert [
+        event for event in events_of(Plan(**fields), {"0": Work(0.0, 0.0), "1": Work(0.0, 0.0)}) if not event.is_compute
+    ] == [
         Event("reduce", "1", 3, ()),
         Event("all_reduce", "1", 5.0, (0,)),
         Event("reduce", "0", 3, ()),
@@ -92,3 +94,8 @@ def test_links_within_and_between_nodes() -> None:
     assert link.seconds(gather, 4) == link._replace(direct=True).seconds(reduce, 4) == 70 * 1.0
     assert link.seconds(total, 8) == 70 * 8
     assert Link(8.0).seconds(gather, 8) == Link(8.0, direct=True).seconds(reduce, 8) == 70 * 8
+
+
+def test_a_unit_whose_work_is_unknown_is_named() -> None:
+    with pytest.raises(ValueError, match="work has no operations of unit '3': give probe the plan's units"):
+        events_of(plan(gather=1, reduce=1), {str(index): Work(1.0, 2.0) for index in range(3)})

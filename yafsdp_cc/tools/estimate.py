@@ -10,9 +10,10 @@ import json
 import traceback
 import warnings
 from bisect import bisect_left
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from importlib import import_module
 from itertools import groupby
 from pathlib import Path
@@ -31,7 +32,7 @@ from torch.utils.hooks import RemovableHandle
 
 from yafsdp_cc.api import plan_of, shard
 from yafsdp_cc.plan import Plan
-from yafsdp_cc.sharding.units import find_units
+from yafsdp_cc.sharding.units import Units, find_units, walk
 from yafsdp_cc.tools.fake_ranks import MetaDevice, fake_ranks
 from yafsdp_cc.tools.step_time import Work
 
@@ -145,10 +146,15 @@ class Probe(NamedTuple):
     """Names of the repeated blocks in the order of the forward."""
     work: dict[str, Work]
     """Floating-point operations by the name of a unit, those outside of units in "", without recomputation."""
+    repeated: tuple[dict[str, float], ...]
+    """For each block the operations that its recomputation repeats, by the name of a unit."""
 
     def work_with(self, checkpointed: int) -> dict[str, Work]:
         """Return ``work`` with the first ``checkpointed`` blocks recomputed."""
-        return self.work | {name: self.work[name].checkpointed() for name in self.blocks[:checkpointed]}
+        work = dict(self.work)
+        for repeated in self.repeated[:checkpointed]:
+            work |= {name: work[name].plus(Work(0.0, more)) for name, more in repeated.items()}
+        return work
 
 
 # Models -------------------------------------------------------------------------------------------------------------
@@ -171,7 +177,7 @@ def subject_of(name: str, batch: int, sequence: int) -> Subject:
     return Subject(_told(f"building {name!r}", build), None if loss is None else _told(its_loss, loss))
 
 
-def _told(what: str, function: Callable[P, T]) -> Callable[P, T]:
+def _told(what: str, function: Callable[P, T], hint: str = "") -> Callable[P, T]:
     """Return ``function`` with any error turned into a ``ValueError`` that tells ``what`` raised it, and where."""
 
     def called(*args: P.args, **named: P.kwargs) -> T:
@@ -180,7 +186,7 @@ def _told(what: str, function: Callable[P, T]) -> Callable[P, T]:
         except Exception as error:
             where = traceback.extract_tb(error.__traceback__)[-1]
             text = f"{type(error).__name__}: {' '.join(str(error).split())}"
-            raise ValueError(f"{what} raised {text} ({where.filename}:{where.lineno})") from error
+            raise ValueError(f"{what} raised {text} ({where.filename}:{where.lineno}){hint}") from error
 
     return called
 
@@ -193,16 +199,9 @@ def _from_factory(name: str) -> Subject:
         raise ValueError(
             f"{name!r}: {error}; name a module that Python finds from here, as package.module:factory"
         ) from None
-    try:
-        with torch.device("meta"):
-            made = factory()
-    except Exception as error:
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        raise ValueError(
-            f"{name!r} was called without arguments, on the meta device, and raised {type(error).__name__}: {error} "
-            f"({where.filename}:{where.lineno}). Name a function without arguments that returns a model, such as "
-            "def small(): return Net(width=8)"
-        ) from error
+    hint = ". Name a function without arguments that returns a model, such as def small(): return Net(width=8)"
+    with torch.device("meta"):
+        made = _told(f"{name!r}, called without arguments, on the meta device,", factory, hint)()
     is_pair = isinstance(made, tuple) and len(made) == 2
     model, loss = made if is_pair else (made, None)
     if not isinstance(model, nn.Module):
@@ -301,64 +300,92 @@ def plan_over(build: Callable[[], nn.Module], mesh: tuple[int, ...], device: str
 # Activations and operations -------------------------------------------------------------------------------------------
 
 
-def probe(subject: Subject, policy: MixedPrecisionPolicy) -> Probe:
+def probe(subject: Subject, policy: MixedPrecisionPolicy, units: Units = "auto") -> Probe:
     """Measure a forward and backward of the model in one process, on tensors without memory.
 
     Of each run of equal blocks in one container, the first and the last are measured; blocks between count as the
     first. Weights are those of the forward's dtype, and gradients of weights are freed when they are complete, as the
-    engine has its own buffers for them.
+    engine has its own buffers for them. Blocks are ``"auto"``'s, whatever the units; a model may have none.
+
+    Args:
+        units: those of the plan. Of a block with several, each repeats its share of the block's forward.
     """
     if subject.loss is None:
         raise ValueError("the factory returned no function of the model that gives the loss of a batch")
     with torch.device("meta"):
         model = subject.build()
-    found = find_units(model, "auto").units
-    blocks = [unit.modules[0] for unit in found if unit.role == "block"]
+    division = find_units(model, units).units
+    unit_of = {module: unit.name for unit in division for module in unit.modules if module is not model}
     names = {module: name for name, module in model.named_modules()}
-    left_out = _truncate(model, blocks)
+    outer_of: dict[nn.Module, str] = {}
+    for _, path in walk(model):
+        outer_of.setdefault(path[-1], next((unit_of[each] for each in reversed(path[:-1]) if each in unit_of), ""))
+    inside = {module: set(module.modules()) - {module} for module in names}
     fake: Any = FakeTensorMode(allow_non_fake_inputs=True)
     with warnings.catch_warnings(), fake:
         warnings.simplefilter("ignore")
-        probed = [block for block in blocks if block not in left_out]
-        measured, work_in = _run(_give_fake_memory(model, policy.param_dtype), subject.loss, probed)
-    whole = work_in[model]
-    parts = [work_in[module] for module in {unit.modules[0] for unit in found} - left_out.keys() - {model}]
-    work = {}
-    for unit in found:
-        module = unit.modules[0]
-        if module is not model:
-            work[unit.name] = work_in[left_out.get(module, module)]
-    work[""] = Work(whole.forward - sum(p.forward for p in parts), whole.backward - sum(p.backward for p in parts))
+        blocks: list[nn.Module] = []
+        with suppress(ValueError):  # no repeated blocks
+            blocks = [unit.modules[0] for unit in find_units(model).units if unit.role == "block"]
+        like = _truncate(model, blocks)
+        probed = [block for block in blocks if block not in like]
+        measured, work_in, repeated_in = _run(_give_fake_memory(model, policy.param_dtype), subject.loss, probed)
+
+    def work_of(module: nn.Module) -> Work:
+        total = work_in[like.get(module, module)]
+        for each in inside[module] & like.keys() & set(blocks):  # blocks that were removed from the module
+            total = total.plus(work_in[like[each]])
+        return total
+
+    def by_unit(module: nn.Module) -> dict[str, Work]:
+        found = defaultdict(partial(Work, 0.0, 0.0), {unit_of.get(module, outer_of[module]): work_of(module)})
+        for each in inside[module]:
+            if each in unit_of:
+                part, outer = work_of(each), outer_of[each]
+                found[outer] = found[outer].plus(part, -1)
+                found[unit_of[each]] = found[unit_of[each]].plus(part)
+        return found
+
+    def repeated_of(block: nn.Module) -> dict[str, float]:
+        repeated, forward = repeated_in.get(like.get(block, block), 0.0), work_of(block).forward
+        return {name: repeated * (part.forward / forward) for name, part in by_unit(block).items() if forward}
+
     of_blocks = dict(zip(probed, measured.blocks, strict=True))
-    activations = measured._replace(blocks=tuple(of_blocks[left_out.get(block, block)] for block in blocks))
-    return Probe(activations, tuple(names[block] for block in blocks), work)
+    activations = measured._replace(blocks=tuple(of_blocks[like.get(block, block)] for block in blocks))
+    work = {unit.name: Work(0.0, 0.0) for unit in division} | by_unit(model)
+    return Probe(activations, tuple(names[block] for block in blocks), work, tuple(map(repeated_of, blocks)))
 
 
 def _truncate(model: nn.Module, blocks: list[nn.Module]) -> dict[nn.Module, nn.Module]:
-    """Remove the middle of each run of equal blocks from its container; return the kept block for each removed one."""
-    stands_for: dict[nn.Module, nn.Module] = {}
+    """Remove the middle of each run of equal blocks from its container.
+
+    Returns, for each module of a removed block, the same module of a kept one.
+    """
+    like: dict[nn.Module, nn.Module] = {}
 
     def kind_of(module: nn.Module) -> Any:
+        modules = [(name, type(each)) for name, each in module.named_modules()]
         parameters = [(each.shape, each.requires_grad) for each in module.parameters()]
-        return (type(module), parameters) if module in blocks else module
+        return (modules, parameters) if module in blocks else module
 
     for module in list(model.modules()):
         if isinstance(module, (nn.ModuleList, nn.Sequential)):
             kept: list[tuple[str, nn.Module]] = []
             for _, run in groupby(zip(module._modules, module, strict=True), key=lambda item: kind_of(item[1])):
                 first, *others = run
-                stands_for |= dict.fromkeys((each for _, each in others[:-1]), first[1])
+                for _, each in others[:-1]:
+                    like |= zip(each.modules(), first[1].modules(), strict=True)
                 kept += [first, *others[-1:]]
             if len(kept) < len(module):  # a list finds its last module, [-1], by the number of them
                 is_list = isinstance(module, nn.ModuleList)
                 module._modules = {str(i) if is_list else name: each for i, (name, each) in enumerate(kept)}
-    return stands_for
+    return like
 
 
 def _run(
     model: nn.Module, loss_of: Callable[[nn.Module], Tensor], blocks: list[nn.Module]
-) -> tuple[Activations, dict[nn.Module, Work]]:
-    """Return activations, and the work of each module within ``model`` and of the model itself."""
+) -> tuple[Activations, dict[nn.Module, Work], dict[nn.Module, float]]:
+    """Return activations, the work of each module within ``model`` and of the model itself, and what blocks repeat."""
     tracker = MemTracker()
     tracker.track_external(model)
     for frozen in (each for each in model.parameters() if not each.requires_grad):
@@ -409,8 +436,8 @@ def _run(
     work = {}
     for name, module in model.named_modules():
         first = forward.get(name, 0.0)
-        work[module] = Work(first, total.get(name, 0.0) - first, repeated.get(module, 0.0))
-    return known._replace(lowest=peak if peak > known.peak() else 0), work
+        work[module] = Work(first, total.get(name, 0.0) - first)
+    return known._replace(lowest=peak if peak > known.peak() else 0), work, repeated
 
 
 @contextmanager

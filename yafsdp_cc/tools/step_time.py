@@ -56,12 +56,9 @@ class Work(NamedTuple):
     forward: float
     backward: float
     """Operations of the backward, recomputation included."""
-    recomputed: float = 0.0
-    """Operations of the forward that the backward repeats if the unit is checkpointed."""
 
-    def checkpointed(self) -> Work:
-        """Return the work with the unit checkpointed."""
-        return self._replace(backward=self.backward + self.recomputed)
+    def plus(self, other: Work, times: float = 1.0) -> Work:
+        return Work(self.forward + times * other.forward, self.backward + times * other.backward)
 
 
 class Event(NamedTuple):
@@ -126,7 +123,10 @@ def events_of(plan: Plan, work: Mapping[str, Work]) -> list[Event]:
     """Return the events of a step in the order in which the engine issues them.
 
     Args:
-        work: operations by the name of a unit; those outside of units in "".
+        work: operations by the name of a unit; those of other names are outside of units.
+
+    Raises:
+        ValueError: ``work`` lacks a unit.
     """
     events: list[Event] = []
 
@@ -137,7 +137,10 @@ def events_of(plan: Plan, work: Mapping[str, Work]) -> list[Event]:
         return len(events) - 1
 
     units, traffic = plan.units, plan.traffic
-    operations = [work.get(unit.name, Work(0.0, 0.0)) for unit in units]
+    if lacking := [unit.name for unit in units if unit.name not in work]:
+        raise ValueError(f"work has no operations of unit {lacking[0]!r}: give probe the plan's units")
+    operations = [work[unit.name] for unit in units]
+    names = {unit.name for unit in units}
     owners: dict[object, int] = {}
     before: list[int | None] = []  # for each unit, the one that had its weight buffer before
     for index, unit in enumerate(units):
@@ -150,9 +153,9 @@ def events_of(plan: Plan, work: Mapping[str, Work]) -> list[Event]:
             freed = computed.get(before[index + 1])
             gathered.append(add("all_gather", units[index + 1].name, traffic[index + 1].gather_forward, freed))
         computed[index] = add("forward", unit.name, operations[index].forward, gathered[index])
-    rest = work.get("", Work(0.0, 0.0))
-    add("forward", "", rest.forward)
-    add("backward", "", rest.backward)
+    outside = [each for name, each in work.items() if name not in names]
+    add("forward", "", sum(each.forward for each in outside))
+    add("backward", "", sum(each.backward for each in outside))
     counts = {each.role: max(each.gradient_buffers, 1) for each in plan.buffers}
     places = [sum(other.role == unit.role for other in units[:index]) for index, unit in enumerate(units)]
     in_reduces = sum(each.reduce for each in traffic)

@@ -209,7 +209,8 @@ def _rows(flags: argparse.ArgumentParser, asked: argparse.Namespace, settings: S
     param = settings["precision.param"].value if "precision.param" in settings else None
     policy = MixedPrecisionPolicy(dtypes[param])
     subject = subject_of(asked.model, asked.batch, asked.sequence)
-    found = None if subject.loss is None else probe(subject, policy)
+    units = settings["shard.units"].value if "shard.units" in settings else "auto"
+    found = None if subject.loss is None else probe(subject, policy, units)
     if found is None and (asked.checkpoint or asked.rate):
         flags.error(f"{asked.model} returns no loss: --checkpoint and --rate need one; see docs/estimate.md")
     doubled = None
