@@ -264,7 +264,7 @@ def published() -> None:
     places = [(rate, link) for rate in rates for link in links]
     leave_one_out(
         {
-            row: [step_time(step, row.ranks, rate, Link(1 / link, hop=HOP)).total for rate, link in places]
+            row: [step_time(step, rate, Link(1 / link, hop=HOP)).total for rate, link in places]
             for row, step in steps.items()
         },
         [f"{rate / 1e12:.0f} TFLOP/s, {link / 1e9:.0f} GB/s" for rate, link in places],
@@ -273,9 +273,7 @@ def published() -> None:
     titan = {row: events_of_row(row) for row in TITAN}
     leave_one_out(
         {
-            row: [
-                step_time(step, row.ranks, rate, Link(8 / (400e9 if row.ranks > 8 else 3.6e12))).total for rate in rates
-            ]
+            row: [step_time(step, rate, Link(8 / (400e9 if row.ranks > 8 else 3.6e12))).total for rate in rates]
             for row, step in titan.items()
         },
         [f"{rate / 1e12:.0f} TFLOP/s" for rate in rates],
@@ -297,7 +295,7 @@ def in_lab() -> None:
 
         def seconds(rate: float, share: float, row: InLab = row, step: list[Event] = step) -> float:
             link = Link(8 / (1e6 * share * row.link_mbit))
-            return step_time(step, row.ranks, rate * 2 / row.ranks, link).total  # ranks share the processors
+            return step_time(step, rate * 2 / row.ranks, link).total  # ranks share the processors
 
         by_table.setdefault(row.table, {})[row] = [seconds(*place) for place in places]
     for predicted in by_table.values():

@@ -549,6 +549,14 @@ def test_operations_are_those_within_a_unit_and_in_no_unit_inside() -> None:
     assert found == {f"features.{index}.up": (product, 2 * product) for index in range(5)}
 
 
+@ranks(1)
+def test_shards_of_one_rank_are_summed_over_replicas() -> None:
+    row, _ = estimated("tests.test_estimate:parts", *TIMES, "--ranks=8", "--replicas=8")
+    sent = row["plan"]["communication"]["replicas"]
+    assert sum(each["replicas"] for each in row["plan"]["traffic"]) == sent > 0
+    assert row["seconds"]["total"] >= sent * 8e-9
+
+
 PAGE = (Path(__file__).parent.parent / "docs" / "estimate.md").read_text(encoding="utf-8")
 
 

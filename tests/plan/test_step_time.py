@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from yafsdp_cc.plan.report import (
@@ -27,7 +29,7 @@ def plan(gather: int, reduce: int, blocks: int = 4, replicated: int = 0) -> Plan
 
 def seconds(planned: Plan, work: Work, link: Link) -> tuple[float, ...]:
     named = {unit.name: work for unit in planned.units}
-    return tuple(step_time(events_of(planned, named), planned.world, 1.0, link))[:4]  # no time of the optimizer
+    return tuple(step_time(events_of(planned, named), 1.0, link))[:4]  # no time of the optimizer
 
 
 def test_a_quick_link_exposes_the_first_gather_and_the_last_reduce() -> None:
@@ -60,15 +62,13 @@ def test_a_backward_waits_for_the_reduce_that_reads_its_gradient_buffer() -> Non
 
 def test_replicas_sum_behind_each_reduce() -> None:
     planned = plan(gather=0, reduce=3, blocks=2)
-    communication = PlannedCommunication(0, 0, 6, 0, replicas=10)
-    fields = {**vars(planned), "communication": communication, "replicas": 2}
-    assert [
-        event for event in events_of(Plan(**fields), {"0": Work(0.0, 0.0), "1": Work(0.0, 0.0)}) if not event.is_compute
-    ] == [
-        Event("reduce", "1", 3, ()),
-        Event("all_reduce", "1", 5.0, (0,)),
-        Event("reduce", "0", 3, ()),
-        Event("all_reduce", "0", 5.0, (2,)),
+    traffic = tuple(replace(each, replicas=5) for each in planned.traffic)
+    work = {unit.name: Work(0.0, 0.0) for unit in planned.units}
+    assert events_of(replace(planned, traffic=traffic, replicas=2), work) == [
+        Event("reduce", "1", 3, (), 4),
+        Event("all_reduce", "1", 5, (0,), 2, stride=4),
+        Event("reduce", "0", 3, (), 4),
+        Event("all_reduce", "0", 5, (2,), 2, stride=4),
     ]
 
 
@@ -88,12 +88,38 @@ def test_activations_by_hand() -> None:
 def test_links_within_and_between_nodes() -> None:
     """Eight ranks in nodes of four: a ring crosses over all links of a node, a direct reduce over its sender's."""
     link = Link(8.0, within=1.0, node=4)
-    gather, reduce, total = (Event(kind, "", 70.0, ()) for kind in ("all_gather", "reduce", "all_reduce"))
-    assert link.seconds(gather, 8) == link.seconds(reduce, 8) == 70 * 8 / 4
-    assert link._replace(direct=True).seconds(reduce, 8) == pytest.approx(70 * 8 * 4 / 7)
-    assert link.seconds(gather, 4) == link._replace(direct=True).seconds(reduce, 4) == 70 * 1.0
-    assert link.seconds(total, 8) == 70 * 8
-    assert Link(8.0).seconds(gather, 8) == Link(8.0, direct=True).seconds(reduce, 8) == 70 * 8
+    direct = link._replace(direct=True)
+    gather, reduce = (Event(kind, "", 70.0, (), 8) for kind in ("all_gather", "reduce"))
+    assert link.seconds(gather) == link.seconds(reduce) == direct.seconds(gather) == 70 * 8 / 4
+    assert direct.seconds(reduce) == pytest.approx(70 * 8 * 4 / 7)
+    assert link.seconds(gather._replace(ranks=4)) == direct.seconds(reduce._replace(ranks=4)) == 70 * 1.0
+    assert Link(8.0).seconds(gather) == Link(8.0, direct=True).seconds(reduce) == 70 * 8
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_a_sum_over_replicas_crosses_where_neighbours_are_in_other_nodes(direct: bool) -> None:
+    """Replicas of a node or more meet between nodes only; of two replicas in a node one sends over each link."""
+    link = Link(8.0, hop=100.0, within=1.0, node=4, direct=direct)
+    total = Event("all_reduce", "", 70.0, (), 8, stride=4)
+    assert link.seconds(total) == link.seconds(total._replace(stride=8)) == 70 * 8 + 7 * 100
+    assert link.seconds(total._replace(stride=2)) == pytest.approx(70 * 8 * (6 / 7 if direct else 1 / 2) + 7 * 100)
+    assert link.seconds(total._replace(stride=2, ranks=2)) == 70 * 1.0 + 100
+
+
+def test_secondary_gathers_are_over_the_ranks_that_share_a_shard() -> None:
+    planned = replace(plan(gather=7, reduce=0), secondary_ranks=2)
+    work = {unit.name: Work(1.0, 1.0) for unit in planned.units}
+    events = events_of(planned, work)
+    assert [event.ranks for event in events if event.kind == "all_gather"] == [4] * 4 + [2] * 2
+    assert sum(Link(1.0, node=2).seconds(event) for event in events if event.kind == "all_gather") == 4 * 7 / 2
+
+
+def test_what_a_replica_sync_sends_has_the_whole_step() -> None:
+    planned = plan(gather=1, reduce=1)
+    for sent in (50, 122, 222):
+        communication = replace(planned.communication, replicas=sent)
+        late = replace(planned, communication=communication, replicas=2, sync_bytes={"sum over replicas": 1})
+        assert sum(seconds(late, Work(10.0, 20.0), Link(1.0))) == max(122, sent)
 
 
 def test_a_unit_whose_work_is_unknown_is_named() -> None:

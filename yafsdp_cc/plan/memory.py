@@ -61,6 +61,7 @@ def plan_for(state: FSDPState) -> Plan:
         gradient_shard_bytes=sum(flat.sharded_grad.buffer.nbytes for flat in on_device if flat.sharded_grad),
         replica_bytes=0 if replicas is None else replicas.nbytes,
         secondary_shard_bytes=held["secondary shard"],
+        secondary_ranks=max((group.spec.settings.secondary_ranks for group in state.groups), default=0),
         receive_bytes=context.reduce.scratch.nbytes,
         residual_bytes=held["residual"],
         owners=_owners(state),
@@ -110,6 +111,8 @@ def _traffic(state: FSDPState) -> tuple[PlannedTraffic, ...]:
     """Return the bytes that one step sends for each group, if groups run in module order."""
     users = Counter(id(group.unsharded.buffer) for group in state.groups)
     again = regathered(state)
+    sums = [] if state.context.replicas is None else state.context.replicas.outputs
+    over_replicas = {each.flat: each.all_reduce.planned_bytes() for each in sums}
     return tuple(
         PlannedTraffic(
             # frozen weights in a buffer of their own are gathered in the first step only
@@ -120,6 +123,7 @@ def _traffic(state: FSDPState) -> tuple[PlannedTraffic, ...]:
             ),
             gather_backward=sum(map(_again_bytes, group.flats)) if group in again else 0,
             reduce=sum(flat.reduce_scatter.planned_bytes() for flat in group.flats if flat.trainable),
+            replicas=sum(over_replicas.get(flat, 0) for flat in group.flats),
         )
         for group in state.groups
         if group.flats

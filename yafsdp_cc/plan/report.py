@@ -75,6 +75,7 @@ class PlannedTraffic:
     gather_forward: int
     gather_backward: int
     reduce: int
+    replicas: int = 0
 
 
 @dataclass(frozen=True)
@@ -166,6 +167,8 @@ class Plan:
     sync_bytes: Mapping[str, int] = field(default_factory=dict)
     """Bytes of a ``ReplicaSync``'s buffers for the shard, by name."""
     secondary_shard_bytes: int = 0
+    secondary_ranks: int = 0
+    """Number of neighbouring ranks that share a secondary shard; 0 for none."""
     residual_bytes: int = 0
     owners: tuple[PlannedOwner, ...] = ()
     """Matrices that each rank owns whole; empty with ``ownership="flat"``."""

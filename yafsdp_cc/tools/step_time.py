@@ -6,7 +6,7 @@
 One lane computes, the other carries one collective at a time, both in the order in which the engine issues them. Groups
 of a role take turns in its buffers: an all-gather waits until the previous group in the buffer has computed, and a
 backward waits until the reduce that reads its gradient buffer is over. Time in which one lane waits for the other is
-exposed.
+exposed. What a ``ReplicaSync`` sends has the whole step, in a third lane.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from yafsdp_cc.plan.report import Plan
 
-Kind: TypeAlias = Literal["forward", "backward", "all_gather", "reduce", "all_reduce"]
+Kind: TypeAlias = Literal["forward", "backward", "all_gather", "reduce", "all_reduce", "sync"]
 
 
 class Link(NamedTuple):
-    """Times of a collective over all ranks of a shard."""
+    """Times of a collective."""
 
     per_byte: float
     """Seconds for each byte that a rank sends to other nodes."""
@@ -35,19 +35,18 @@ class Link(NamedTuple):
     direct: bool = False
     """Whether reduces go straight to the owners, as encoded ones do, and not around a ring."""
 
-    def seconds(self, event: Event, ranks: int) -> float:
+    def seconds(self, event: Event) -> float:
         """Return how long it takes until every rank has sent the event's bytes.
 
-        A ring leaves a node once, and its bytes share the links of all ranks of the node. A ``direct`` reduce sends all
-        bytes but those for owners in the node over the rank's own link; a sum over replicas sends all bytes over it.
+        A ring leaves a node once, and its bytes share the links of all its ranks in the node. A ``direct`` sum sends
+        all bytes but those for owners in the node over the rank's own link.
         """
-        crossing = 1 / self.node if ranks > self.node else 0.0
-        if event.kind == "all_reduce":
-            crossing = 1.0
-        elif event.kind == "reduce" and self.direct:
-            crossing = max(0, ranks - self.node) / max(1, ranks - 1)
+        near = max(1, self.node // event.stride)  # ranks of the collective in a node
+        crossing = 1 / near if event.ranks > near else 0.0
+        if self.direct and event.kind != "all_gather":
+            crossing = max(0, event.ranks - near) / max(1, event.ranks - 1)
         per_byte = max(self.within, self.per_byte * crossing)
-        return self.latency + self.hop * (ranks - 1) + per_byte * event.amount
+        return self.latency + self.hop * (event.ranks - 1) + per_byte * event.amount
 
 
 class Work(NamedTuple):
@@ -71,10 +70,14 @@ class Event(NamedTuple):
     """Floating-point operations, or bytes that a rank sends."""
     after: tuple[int, ...]
     """Indices of events that this one waits for, besides those before it in its lane."""
+    ranks: int = 1
+    """Number of ranks that take part."""
+    stride: int = 1
+    """Distance between these ranks, numbered as in the mesh: 1 in a shard, its size over replicas."""
 
     @property
-    def is_compute(self) -> bool:
-        return self.kind in ("forward", "backward")
+    def lane(self) -> str:
+        return {"forward": "compute", "backward": "compute", "sync": "sync"}.get(self.kind, "network")
 
 
 class StepTime(NamedTuple):
@@ -86,7 +89,7 @@ class StepTime(NamedTuple):
     exposed_forward: float
     """Seconds of all-gathers in the forward that nothing overlaps."""
     exposed_backward: float
-    """Seconds of all-gathers and reduces in the backward that nothing overlaps."""
+    """Seconds of the backward's collectives, and of a ``ReplicaSync``'s, that nothing overlaps."""
     optimizer: float = 0.0
 
     @property
@@ -99,21 +102,21 @@ class StepTime(NamedTuple):
         return sum(self)
 
 
-def step_time(events: Sequence[Event], ranks: int, flops_per_second: float, link: Link) -> StepTime:
+def step_time(events: Sequence[Event], flops_per_second: float, link: Link) -> StepTime:
     """Return how long a step takes."""
     ends: list[float] = []
-    free = {True: 0.0, False: 0.0}
+    free = {"compute": 0.0, "network": 0.0, "sync": 0.0}
     computed = {"forward": 0.0, "backward": 0.0}
     forward_end = 0.0
     for event in events:
-        start = max(free[event.is_compute], *(ends[index] for index in event.after), 0.0)
-        if event.is_compute:
+        start = max(free[event.lane], *(ends[index] for index in event.after), 0.0)
+        if event.lane == "compute":
             seconds = event.amount / flops_per_second
             computed[event.kind] += seconds
         else:
-            seconds = link.seconds(event, ranks)
+            seconds = link.seconds(event)
         ends.append(start + seconds)
-        free[event.is_compute] = ends[-1]
+        free[event.lane] = ends[-1]
         forward_end = ends[-1] if event.kind == "forward" else forward_end
     exposed = forward_end - computed["forward"], max(ends) - forward_end - computed["backward"]
     return StepTime(computed["forward"], computed["backward"], *exposed)
@@ -130,17 +133,22 @@ def events_of(plan: Plan, work: Mapping[str, Work]) -> list[Event]:
     """
     events: list[Event] = []
 
-    def add(kind: Kind, unit: str, amount: float, *after: int | None) -> int | None:
+    def add(
+        kind: Kind, unit: str, amount: float, *after: int | None, ranks: int = plan.world, stride: int = 1
+    ) -> int | None:
         if not amount:
             return None
-        events.append(Event(kind, unit, amount, tuple(index for index in after if index is not None)))
+        events.append(Event(kind, unit, amount, tuple(index for index in after if index is not None), ranks, stride))
         return len(events) - 1
 
     units, traffic = plan.units, plan.traffic
     if lacking := [unit.name for unit in units if unit.name not in work]:
         raise ValueError(f"work has no operations of unit {lacking[0]!r}: give probe the plan's units")
     operations = [work[unit.name] for unit in units]
-    names = {unit.name for unit in units}
+    names, replicas = {unit.name for unit in units}, plan.replicas
+    if plan.sync_bytes:
+        add("sync", "", plan.communication.replicas, ranks=replicas, stride=plan.world)
+        replicas = 1
     owners: dict[object, int] = {}
     before: list[int | None] = []  # for each unit, the one that had its weight buffer before
     for index, unit in enumerate(units):
@@ -158,19 +166,17 @@ def events_of(plan: Plan, work: Mapping[str, Work]) -> list[Event]:
     add("backward", "", sum(each.backward for each in outside))
     counts = {each.role: max(each.gradient_buffers, 1) for each in plan.buffers}
     places = [sum(other.role == unit.role for other in units[:index]) for index, unit in enumerate(units)]
-    in_reduces = sum(each.reduce for each in traffic)
     reduced: dict[object, int | None] = {}  # the last collective that reads each gradient buffer
     gathered_again: dict[int, int | None] = {}
     for index, unit in reversed(list(enumerate(units))):
         buffer = unit.role, places[index] % counts[unit.role]
         waits = gathered_again.get(index), reduced.get(buffer)
         done = add("backward", unit.name, operations[index].backward, *waits)
-        reduced[buffer] = add("reduce", unit.name, traffic[index].reduce, done)
-        if plan.communication.replicas and in_reduces:
-            share = traffic[index].reduce / in_reduces
-            reduced[buffer] = add("all_reduce", unit.name, share * plan.communication.replicas, reduced[buffer])
+        reduced[buffer] = own = add("reduce", unit.name, traffic[index].reduce, done)
+        add("all_reduce", unit.name, traffic[index].replicas, own, done, ranks=replicas, stride=plan.world)
         again = before[index]
         if again is not None:  # the unit's weight buffer is free to gather the unit that had it before
-            gathered_again[again] = add("all_gather", units[again].name, traffic[again].gather_backward, done)
-    add("all_reduce", "", plan.communication.replicated, len(events) - 1)
+            near, sent = plan.secondary_ranks or plan.world, traffic[again].gather_backward
+            gathered_again[again] = add("all_gather", units[again].name, sent, done, ranks=near)
+    add("all_reduce", "", plan.communication.replicated, len(events) - 1, ranks=plan.world * replicas)
     return events

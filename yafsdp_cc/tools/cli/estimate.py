@@ -272,11 +272,11 @@ def _timed(row: Row, found: Probe, asked: argparse.Namespace, replan: Callable[.
     updating = moved / asked.memory_rate if asked.memory_rate else 0.0
 
     def seconds_of(plan: Plan) -> StepTime:
-        speeds = (8 / asked.link if asked.link and row.ranks > asked.node else 0.0), asked.latency, asked.hop
+        speeds = 8 / asked.link if asked.link else 0.0, asked.latency, asked.hop
         direct = bool(plan.choices) or asked.device == "cpu"
         link = Link(*speeds, 8 / asked.within if asked.within else 0.0, asked.node, direct)
         events = events_of(plan, found.work_with(row.checkpointed))
-        return step_time(events, plan.world, asked.rate, link)._replace(optimizer=updating)
+        return step_time(events, asked.rate, link)._replace(optimizer=updating)
 
     seconds, answers = seconds_of(row.plan), dict(row.answers)
     if ":" not in asked.model:  # the batch of a user's module:factory is unknown
