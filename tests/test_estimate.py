@@ -557,6 +557,23 @@ def test_shards_of_one_rank_are_summed_over_replicas() -> None:
     assert row["seconds"]["total"] >= sent * 8e-9
 
 
+def batch_of_tokens() -> Any:
+    batch = torch.zeros(2, 17, dtype=torch.int64)
+    return nn.Embedding(300, 64), lambda model: model(batch).square().mean()
+
+
+def batch_of_numbers() -> Any:
+    batch = torch.zeros(2, 64)
+    return square(), lambda model: model(batch).sum()
+
+
+@ranks(1)
+def test_a_batch_that_the_factory_makes_is_refused() -> None:
+    for name, where in (("batch_of_tokens", "backward of the loss"), ("batch_of_numbers", "loss of")):
+        with pytest.raises(ValueError, match=f"^the {where} .*make the batch within the loss, or with device='cpu'"):
+            probe(subject_of(f"tests.test_estimate:{name}", 1, 8), BF16)
+
+
 PAGE = (Path(__file__).parent.parent / "docs" / "estimate.md").read_text(encoding="utf-8")
 
 

@@ -186,7 +186,9 @@ def _told(what: str, function: Callable[P, T], hint: str = "") -> Callable[P, T]
         except Exception as error:
             where = traceback.extract_tb(error.__traceback__)[-1]
             text = f"{type(error).__name__}: {' '.join(str(error).split())}"
-            raise ValueError(f"{what} raised {text} ({where.filename}:{where.lineno}){hint}") from error
+            remedy = ". Factories run on the meta device: make the batch within the loss, or with device='cpu'"
+            remedy = remedy if "devices" in text and "meta" in text else hint
+            raise ValueError(f"{what} raised {text} ({where.filename}:{where.lineno}){remedy}") from error
 
     return called
 
@@ -416,7 +418,7 @@ def _run(
                 parameter.register_post_accumulate_grad_hook(lambda each: setattr(each, "grad", None))
         for handle in (flops.mod_tracker._fw_pre_handle, flops.mod_tracker._fw_post_handle):
             handle.remove()  # hooks on tensors that the model's own checkpointing computes again would keep them
-        loss.backward()
+        _told("the backward of the loss", loss.backward)()
         del loss
     peak = _total(tracker.get_tracker_snapshot("peak")) - before
     found, kept = [], 0
