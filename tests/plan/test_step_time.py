@@ -125,3 +125,8 @@ def test_what_a_replica_sync_sends_has_the_whole_step() -> None:
 def test_a_unit_whose_work_is_unknown_is_named() -> None:
     with pytest.raises(ValueError, match="work has no operations of unit '3': give probe the plan's units"):
         events_of(plan(gather=1, reduce=1), {str(index): Work(1.0, 2.0) for index in range(3)})
+
+
+def test_a_step_without_operations_and_ranks_to_send_to_takes_no_time() -> None:
+    found = step_time([], 1.0, Link(1.0))
+    assert (found.total, found.exposed) == (0, 0)

@@ -95,7 +95,7 @@ class StepTime(NamedTuple):
     @property
     def exposed(self) -> float:
         """Share of the step in which nothing but communication happens."""
-        return (self.exposed_forward + self.exposed_backward) / self.total
+        return (self.exposed_forward + self.exposed_backward) / self.total if self.total else 0.0
 
     @property
     def total(self) -> float:
@@ -118,7 +118,7 @@ def step_time(events: Sequence[Event], flops_per_second: float, link: Link) -> S
         ends.append(start + seconds)
         free[event.lane] = ends[-1]
         forward_end = ends[-1] if event.kind == "forward" else forward_end
-    exposed = forward_end - computed["forward"], max(ends) - forward_end - computed["backward"]
+    exposed = forward_end - computed["forward"], max(ends, default=0.0) - forward_end - computed["backward"]
     return StepTime(computed["forward"], computed["backward"], *exposed)
 
 
@@ -178,5 +178,5 @@ def events_of(plan: Plan, work: Mapping[str, Work]) -> list[Event]:
         if again is not None:  # the unit's weight buffer is free to gather the unit that had it before
             near, sent = plan.secondary_ranks or plan.world, traffic[again].gather_backward
             gathered_again[again] = add("all_gather", units[again].name, sent, done, ranks=near)
-    add("all_reduce", "", plan.communication.replicated, len(events) - 1, ranks=plan.world * replicas)
+    add("all_reduce", "", plan.communication.replicated, *range(len(events))[-1:], ranks=plan.world * replicas)
     return events

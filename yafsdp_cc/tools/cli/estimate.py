@@ -284,7 +284,7 @@ def _timed(row: Row, found: Probe, asked: argparse.Namespace, replan: Callable[.
         answers |= {"tokens / s of the job": tokens, "tokens / s and rank": tokens / row.ranks}
         if asked.tokens:
             answers[f"days for {asked.tokens / 1e9:,.6g} billion tokens"] = asked.tokens / tokens / 86400
-    if asked.peak:
+    if asked.peak and seconds.total:
         forward = sum(each.forward for each in found.work.values())
         answers["MFU, %"] = 100 * 3 * forward / (seconds.total * asked.peak)
     exposed: dict[str, float] = {}
