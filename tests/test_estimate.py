@@ -557,6 +557,17 @@ def test_shards_of_one_rank_are_summed_over_replicas() -> None:
     assert row["seconds"]["total"] >= sent * 8e-9
 
 
+@ranks(1)
+def test_the_state_of_an_offloaded_optimizer_is_in_host_memory() -> None:
+    command = ["tests.test_estimate:parts", *TIMES, "--set=shard.cpu_offload=true"]
+    for optimizer, share in (("adamw", 1), ("sgd", 0)):
+        row, shown = estimated(*command, "--optimizer", optimizer)
+        assert row["memory"]["optimizer state"] == 0
+        assert row["host_memory"]["optimizer state"] == share * row["plan"]["adamw_bytes"]
+        assert "left out    seconds of copies from and to host memory, and of the optimizer there\n" in shown
+        assert "\nin host memory" in shown
+
+
 def batch_of_tokens() -> Any:
     batch = torch.zeros(2, 17, dtype=torch.int64)
     return nn.Embedding(300, 64), lambda model: model(batch).square().mean()

@@ -54,6 +54,9 @@ class Row(NamedTuple):
 
     plan: Plan
     optimizer: int
+    """Bytes of the optimizer's state that the device of a rank holds."""
+    in_host: dict[str, int]
+    """Bytes in host memory, by name."""
     activations: int | None
     """Bytes of activations at the peak; None if the model came without a loss."""
     checkpointed: int
@@ -82,6 +85,7 @@ class Row(NamedTuple):
             "assumed": self.assumed,
             "ranks": self.ranks,
             "memory": self.memory,
+            "host_memory": self.in_host,
             "peak_bytes": held,
             "headroom": self.headroom,
             "peak_bytes_with_headroom": held + sum(self.headroom.values()),
@@ -232,12 +236,15 @@ def _row(
     shards = ranks // asked.replicas
     mesh = (asked.replicas, shards) if asked.replicas > 1 else (shards,)
     plan = plan_over(build, mesh, asked.device)
-    optimizer = plan.adamw_bytes if asked.optimizer == "adamw" else 0
+    has_state = asked.optimizer == "adamw"
+    in_host = {} if plan.host is None else {**plan.host.memory, "optimizer state": has_state * plan.host.adamw}
+    optimizer = has_state * plan.adamw_bytes - in_host.get("optimizer state", 0)
     held = plan.owned_bytes + optimizer
     separate = "shard.separate_reduce_group" in settings and settings["shard.separate_reduce_group"].value
     communicators = (1 + (asked.replicas > 1) + separate) if asked.device == "cuda" else 0
     if found is None:
-        return Row(plan, optimizer, None, 0, headroom_of(held, communicators), _assumed(asked, plan, 0, 0), {})
+        assumed = _assumed(asked, plan, 0, 0)
+        return Row(plan, optimizer, in_host, None, 0, headroom_of(held, communicators), assumed, {})
     blocks = len(found.blocks)
     checkpointed = {"all": blocks, "fit": 0}.get(asked.checkpoint, asked.checkpoint)
     if checkpointed > blocks:
@@ -258,7 +265,7 @@ def _row(
         most = blocks if asked.checkpoint == "fit" else checkpointed
         largest = found.activations.largest_batch(doubled, asked.batch, room, most)
         answers[f"largest batch, {most} blocks recomputed"] = largest
-    row = Row(plan, optimizer, activations, checkpointed, headroom, assumed, answers)
+    row = Row(plan, optimizer, in_host, activations, checkpointed, headroom, assumed, answers)
     if asked.rate is None:
         return row
     return _timed(row, found, asked, lambda codec: plan_over(build, mesh, asked.device, compression=codec))
@@ -320,6 +327,8 @@ def _assumed(asked: argparse.Namespace, plan: Plan, checkpointed: int, blocks: i
         links = [f"{asked.link / 8e9:,.4g} GB/s between nodes" if asked.link else ""]
         links += [f"{asked.within / 8e9:,.4g} GB/s within nodes of {asked.node}" if asked.within else ""]
         assumed["links"] = "of a rank, " + ", ".join(filter(None, links))
+        if plan.host is not None:
+            assumed["left out"] = "seconds of copies from and to host memory, and of the optimizer there"
     return assumed
 
 
@@ -336,6 +345,8 @@ def _text(rows: list[Row]) -> str:
     totals = [human(size + sum(row.headroom.values())) for size, row in zip(held, rows, strict=True)]
     shown = [("ranks", *(f"{row.ranks:,}" for row in rows)), ("held by a rank", *empty)]
     shown += [*cells([row.memory for row in rows]), ("  total", *map(human, held))]
+    if rows[0].in_host:
+        shown += [("in host memory", *empty), *cells([row.in_host for row in rows])]
     shown += [("headroom", *empty), *cells([row.headroom for row in rows]), ("total with headroom", *totals)]
     shown += [("sent by a rank in a step", *empty), *cells([_sent(row.plan.communication) for row in rows])]
     shown += [("blocks recomputed", *(str(row.checkpointed) for row in rows))]
