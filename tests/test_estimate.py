@@ -447,6 +447,13 @@ def test_what_the_command_refuses_is_said_before_torch_is_imported(
         (["demo", "--rate", "5tflops"], "a step's time takes both --rate and --link, or --gpu"),
         (["demo", "--tokens", "300B"], "--tokens needs a step's time: name --gpu, or --rate and --link"),
         (["demo", "--ranks", "16", "--gpu", "h100"], "--ranks 16 fill several nodes of 8: name --link to other nodes"),
+        (["demo", "--set=launch.nnodes=9", "--gpu", "h100"], "--ranks 9 fill several nodes of 8"),
+        (
+            ["demo", "--set=launch.nnodes='2'", "--set=launch.nproc_per_node=8", "--gpu=h100"],
+            "--ranks 16 fill several nodes of 8",
+        ),
+        (["demo", "--set=launch.nnodes=2:4"], "launch.nnodes: 2:4 leaves the number of ranks open: name --ranks"),
+        (["demo", "--set=launch.nproc_per_node=gpu"], "launch.nproc_per_node: gpu leaves the number of ranks open"),
         (["demo", "--link", "5"], "'5': write a number and a unit of kbit, mbit, gbit, tbit"),
         (["demo", "--json", "/nowhere/x"], "--json /nowhere/x: name a file in a folder that is there"),
     ):

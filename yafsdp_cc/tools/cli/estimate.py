@@ -6,6 +6,7 @@ import argparse
 import csv
 import gc
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -191,8 +192,11 @@ def _settings(flags: argparse.ArgumentParser, asked: argparse.Namespace) -> Sett
     if "precision.param" not in settings and asked.config is None and not os.environ.get(CONFIG):
         settings = read(None, ["precision.param=bf16", *chosen])
     value_of = {name: one.value for name, one in settings.items()}
-    machines, each = value_of.get("launch.nnodes", 1), value_of.get("launch.nproc_per_node")
-    asked.ranks = asked.ranks or ([machines * each] if isinstance(machines, int) and isinstance(each, int) else [RANKS])
+    launched = {name: str(value_of[name]) for name in ("launch.nnodes", "launch.nproc_per_node") if name in value_of}
+    for name, text in () if asked.ranks else launched.items():
+        if not text.isdecimal():
+            flags.error(f"{name}: {text} leaves the number of ranks open: name --ranks")
+    asked.ranks = asked.ranks or ([math.prod(map(int, launched.values()))] if launched else [RANKS])
     asked.replicas = value_of.get("shard.replicate", 1)
     for ranks in asked.ranks:
         if ranks % asked.replicas:
