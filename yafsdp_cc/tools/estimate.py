@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import traceback
 import warnings
-from bisect import bisect_left
+from bisect import bisect_right
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -111,11 +111,8 @@ class Activations(NamedTuple):
 
     def largest_batch(self, doubled: Activations, batch: int, room: int, checkpointed: int) -> int:
         """Return the most sequences whose activations fit ``room`` bytes; this object's are of ``batch`` sequences."""
-
-        def is_too_large(count: int) -> bool:
-            return self.scaled(doubled, count / batch).peak(checkpointed) > room
-
-        return bisect_left(range(1, 1 << 20), True, key=is_too_large)
+        batches = range(1, 1 << 20)
+        return bisect_right(batches, room, key=lambda count: self.scaled(doubled, count / batch).peak(checkpointed))
 
 
 CONTEXT, COMMUNICATOR, FRAGMENTED = 1 << 29, 7 << 28, 0.05
@@ -341,11 +338,9 @@ def probe(subject: Subject, policy: MixedPrecisionPolicy, units: Units = "auto")
 
     def by_unit(module: nn.Module) -> dict[str, Work]:
         found = defaultdict(partial(Work, 0.0, 0.0), {unit_of.get(module, outer_of[module]): work_of(module)})
-        for each in inside[module]:
-            if each in unit_of:
-                part, outer = work_of(each), outer_of[each]
-                found[outer] = found[outer].plus(part, -1)
-                found[unit_of[each]] = found[unit_of[each]].plus(part)
+        for each in inside[module] & unit_of.keys():
+            for name, times in ((unit_of[each], 1), (outer_of[each], -1)):
+                found[name] = found[name].plus(work_of(each), times)
         return found
 
     def repeated_of(block: nn.Module) -> dict[str, float]:
