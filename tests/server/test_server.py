@@ -191,7 +191,7 @@ def _train_synchronously(folder: Path, codec: str | None, killed: int = -1, firs
 @ranks(2)
 def test_pushes_on_their_way_are_not_applied_to_what_is_loaded(staleness: int | None) -> None:
     model, rank = net(), dist.get_rank()
-    with ParameterServer(model, lr=0.1, max_staleness=staleness) as server:
+    with ParameterServer(model, lr=0.1, max_staleness=staleness, timeout=20) as server:
         server.pull()
         backward(model, rank, 0)
         server.push()

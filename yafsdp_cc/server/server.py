@@ -231,7 +231,9 @@ class ParameterServer:
         self._check_open()
         clocks = all_gather_objects(self._pushes, [self._group])
         with self._changed:
-            done = self._changed.wait_for(lambda: self.shard.clocks == clocks, self._timeout.total_seconds())
+            done = self._changed.wait_for(
+                lambda: self._failure or self.shard.clocks == clocks, self._timeout.total_seconds()
+            )
             if not done or self._failure:
                 raise self._error(f"not all that was pushed arrived within {self._timeout}")
             yield
