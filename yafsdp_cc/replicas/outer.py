@@ -77,8 +77,8 @@ class Outer(ReplicaSync):
         every: number of steps in a round.
         lr: learning rate of the outer step.
         momentum: Nesterov momentum of the outer step; 0: none.
-        sync_steps: number of first steps that are synchronous, with sums of gradients; outer momentum hurts without
-            them.
+        sync_steps: number of first steps that are synchronous, with sums of gradients, behind loaded weights of other
+            training, too; outer momentum hurts without them.
         fragments: number of runs of parameters that are exchanged one at a time.
         delay: number of steps that a replica makes during an exchange.
         mix: share of a replica's own weights in the result of an exchange with a ``delay``, 0 to 1.
