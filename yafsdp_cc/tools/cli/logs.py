@@ -53,6 +53,7 @@ class RankLogs(DefaultLogsSpecs):
             when = time.strftime("%Y-%m-%d %H:%M:%S")
             head = f"==== {when}, attempt {self._attempt}: rank {rank} of {env['WORLD_SIZE']}, {self._title}\n"
             try:
+                self._folder.mkdir(parents=True, exist_ok=True)  # a script may have removed it, with its run's folder
                 log = os.open(self.path(rank), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
                 _lock(log, self.path(rank))
                 _write(log, os.fsencode(head))
@@ -88,9 +89,9 @@ class RankLogs(DefaultLogsSpecs):
 
         A progress bar, which rewrites one line, appears in its last state; of long lines only the ends appear.
         """
-        if rank not in self._begins:
-            return []
-        with self.path(rank).open("rb") as file:
+        text = ""
+        # a rank on the console has no place in the log, and a script may have removed its run's folder
+        with suppress(KeyError, OSError), self.path(rank).open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(self._begins[rank], size - (1 << 16)))
             text = file.read().decode(errors="replace")

@@ -42,9 +42,10 @@ def main() -> None:
     namespaces.die_with(os.getppid())
     signal.signal(signal.SIGINT, _interrupt_once)
     if "YAFSDP_CC_LOG" in os.environ:
-        log = open(os.environ["YAFSDP_CC_LOG"], "a")  # noqa: SIM115 (stays open until this process ends)
-        # print where this rank was when another one's failure ended it: Python itself may never handle the signal
-        faulthandler.register(signal.SIGTERM, file=log, chain=True)
+        with suppress(OSError):  # another rank's script may have removed the folder
+            log = open(os.environ["YAFSDP_CC_LOG"], "a")  # noqa: SIM115 (stays open until this process ends)
+            # print where this rank was when another one's failure ended it: Python itself may never handle the signal
+            faulthandler.register(signal.SIGTERM, file=log, chain=True)
     try:
         _run_and_record(sys.argv[1:])
     except KeyboardInterrupt:
