@@ -416,6 +416,34 @@ def test_logs_that_cannot_be_kept_are_told(tmp_path: Path) -> None:
     assert log(tmp_path, 0).endswith("x" * 9999)
 
 
+def test_a_script_may_remove_its_run_s_folder(tmp_path: Path) -> None:
+    """Its failure is told all the same, and the next attempt has a log."""
+    body = """
+import shutil
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    shutil.rmtree("runs")
+raise ValueError("no data")
+"""
+    flags = ("--max-restarts=1", "--local-ranks-filter=1")
+    ran = yafsdp_cc("launch", *flags, alone(tmp_path, body), folder=tmp_path, main=forking)
+    assert ran.returncode == 1
+    assert ran.stderr.count("rank 0 failed first: ValueError: no data\n") == 2, ran.stderr
+    assert re.findall(", attempt .", log(tmp_path, 0)) == [", attempt 2"]
+
+
+def test_an_exception_of_a_script_that_ignores_ctrl_c_is_told(tmp_path: Path) -> None:
+    """Its log is in a folder that is gone: another rank was faster, and has removed it."""
+    body = "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\nraise ValueError('no data')"
+    ran = subprocess.run(
+        [sys.executable, "-m", "yafsdp_cc.tools.cli.runner", alone(tmp_path, body)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "YAFSDP_CC_LOG": str(tmp_path / "gone/rank-0.log"), "RANK": "0"},
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 1
+    assert ran.stderr.splitlines()[-1] == "ValueError: no data"
+
+
 def test_closed_streams_are_nobody_s(tmp_path: Path) -> None:
     """Pipes of the launcher would get the numbers of closed streams, and the ranks' output would go round in them."""
     (tmp_path / "train.py").write_text("import sys; print('trains'); print(sys.stdin.read(), file=sys.stderr)")

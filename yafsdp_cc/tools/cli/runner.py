@@ -75,7 +75,7 @@ def _run_and_record(argv: list[str]) -> None:
         raise
     except Exception as error:
         # another rank that left on Ctrl-C has closed its connections: an error caused by that is no failure
-        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        if _interrupts:
             _leave_quietly()
         frames = error.__traceback__
         while frames is not None and frames.tb_frame.f_code.co_filename in OUR_FRAMES:
@@ -210,8 +210,13 @@ def _dump_collectives() -> None:
             Path(f"{prefix}{os.environ.get('RANK', '0')}").write_bytes(trace())
 
 
-def _interrupt_once(_signal: int, _frame: FrameType | None) -> None:
+_interrupts: list[int] = []
+"""Signals that ``_interrupt_once`` has handled. (That Ctrl-C is ignored tells nothing: the script may ignore it.)"""
+
+
+def _interrupt_once(number: int, _frame: FrameType | None) -> None:
     """Handle the first Ctrl-C only: terminal and launcher may both send one, and a second would break the exit."""
+    _interrupts.append(number)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     raise KeyboardInterrupt
 
