@@ -6,6 +6,7 @@ import argparse
 import fcntl
 import gzip
 import importlib.metadata
+import importlib.util
 import json
 import os
 import pickle
@@ -318,6 +319,7 @@ def test_mistakes_are_told_once_by_the_launcher(
             "compression (--set): gradients='onebit' with feedback=False: what it leaves out would be lost",
         ),
         (["--set=launch.log_dir=/proc/logs"], "error: no folder for logs can be made"),
+        (["--standalone", "--nnodes=2"], "--standalone is for this machine alone: leave it out, or --nnodes=2"),
     ],
 )
 def test_settings_are_checked_before_a_rank_starts(
@@ -354,6 +356,18 @@ def test_flags_win_over_the_environment_and_that_over_the_run_file(monkeypatch: 
     assert expected.items() <= found.items()
     assert found["node_rank"] == 0
     assert options("--rdzv-endpoint=a:1", {})["master_port"] is None
+    assert options("--standalone", settings)["nnodes"] == "1:1", "the run file is also for runs on several machines"
+    monkeypatch.setenv("PET_LOG_DIR", "logs")
+    assert options("--max-restarts=2", {"launch.log_dir": Setting(None, "--set")})["log_dir"] is None
+
+
+@pytest.mark.skipif(importlib.util.find_spec("etcd") is not None, reason="python-etcd is installed")
+def test_a_package_that_a_rendezvous_needs_is_named(tmp_path: Path) -> None:
+    flags = ("--rdzv-backend=etcd", "--rdzv-endpoint=localhost:1", "--rdzv-id=a")
+    ran = yafsdp_cc("launch", *flags, "-m", "json", folder=tmp_path)
+    told = "--rdzv-backend, --rdzv-endpoint or --rdzv-conf: The 'etcd' module is required but not installed"
+    assert (ran.returncode, ran.stderr.count("\n")) == (2, 2)
+    assert told in ran.stderr
 
 
 def test_a_run_file_reaches_launcher_and_ranks(tmp_path: Path) -> None:

@@ -254,7 +254,7 @@ class FreshStores(RendezvousHandler):
                 self._inner: RendezvousHandler = create_handler(store, meeting, inner)
             else:
                 self._inner = self._meet(lambda: rendezvous_handler_registry.create_handler(inner), seconds)
-        except ValueError as error:
+        except (ValueError, ImportError) as error:
             raise argparse.ArgumentError(None, f"--rdzv-backend, --rdzv-endpoint or --rdzv-conf: {error}") from error
 
     def _meet(self, others: Callable[[], T], seconds: int | None = None) -> T:

@@ -115,10 +115,13 @@ def _by_precedence(parser: argparse.ArgumentParser, argv: list[str], settings: S
     launch = {name.partition(".")[2]: one for name, one in settings.items() if name.startswith("launch.")}
     for option, one in launch.items():
         if one.source == "--set" or f"PET_{option.upper()}" not in os.environ:
-            is_text = isinstance(parser.get_default(option), str)
+            is_text = isinstance(parser.get_default(option), str) and one.value is not None
             parser.set_defaults(**{option: str(one.value) if is_text else one.value})
     options = parser.parse_args(argv)
-    if options.standalone or options.rdzv_endpoint or options.rdzv_backend != "static":
+    if options.standalone:  # one machine, however many the run file or the environment has for other runs
+        parser.set_defaults(nnodes="1:1")
+        return parser.parse_args(argv)
+    if options.rdzv_endpoint or options.rdzv_backend != "static":
         return options  # these options already say how nodes meet
     for option, value in _from_slurm(parser).items():
         is_asked = option in launch and launch[option].source in (SET, "--set")
@@ -166,7 +169,10 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace, ranks_o
         )
     if not re.fullmatch(r"0*[1-9]\d*(:\d+)?", options.nnodes):
         parser.error(f"--nnodes must be a number of nodes, or MIN:MAX of at least 1, got {options.nnodes}")
-    nodes = int(options.nnodes.rpartition(":")[2])
+    least, _, most = options.nnodes.rpartition(":")
+    if options.standalone and int(least or most) > 1:
+        parser.error(f"--standalone is for this machine alone: leave it out, or --nnodes={options.nnodes}")
+    nodes = int(most)
     if options.rdzv_backend == "static" and not options.standalone and not 0 <= options.node_rank < nodes:
         parser.error(f"--node-rank counts from 0: {options.node_rank} is none of the --nnodes={options.nnodes}")
     if options.name is not None and (wrong := mistake_in("launch.name", options.name)):
