@@ -231,6 +231,9 @@ attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
 store = dist.distributed_c10d._get_default_store()
 found = store.check(["left behind"])
 store.set("left behind", "")
+if attempt == "0":
+    open(os.environ["TORCH_FR_DUMP_TEMP_FILE"] + "0", "w").close()  # as if a collective had timed out
+    time.sleep(0.1)
 raise ValueError(f"attempt {attempt}" + " sees what the one before it has left" * found)
 """
     ran = yafsdp_cc("launch", flags, "--max-restarts=1", script(tmp_path, body), folder=tmp_path, main=forking)
@@ -238,6 +241,7 @@ raise ValueError(f"attempt {attempt}" + " sees what the one before it has left" 
     assert ran.stderr.count("\nValueError: attempt 0\n") == 1
     assert ran.stderr.count("\nValueError: attempt 1\n") == 1
     assert ran.stderr.index("rank 0 failed first: ValueError: attempt 0") < ran.stderr.index("starting the ranks again")
+    assert ran.stderr.count("a collective timed out") == 1, "the second attempt has none"
     kept = log(tmp_path, 0)
     assert re.findall("(, attempt .):|^(ValueError: .*)", kept, re.MULTILINE) == [
         (", attempt 1", ""),

@@ -16,7 +16,6 @@ import socket
 import sys
 import tempfile
 import threading
-import time
 import uuid
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -78,7 +77,7 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser, folder: Pa
             chosen = options.local_ranks_filter
             shown = {int(rank) for rank in chosen.split(",")} if chosen else None
             config.logs_specs = logs = RankLogs(folder, errors, shown, title)
-        job = _Job(folder, logs, "" if config.max_nodes == 1 else " on this node", time.time(), [])
+        job = _Job(folder, logs, "" if config.max_nodes == 1 else " on this node", [])
         place = config.rdzv_endpoint
         memory, status = RunMemory(options.name, "" if place == ALONE else f"{config.run_id}-{place}"), 1
         try:
@@ -94,12 +93,11 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser, folder: Pa
 
 
 class _Job(NamedTuple):
-    """Paths, logs and start of the job, which a report of failed ranks needs."""
+    """Paths and logs of the job, which a report of failed ranks needs."""
 
     folder: Path
     logs: RankLogs | None
     where: str
-    began: float
     left: list[int]
     """Ranks of this node that had ended with status 0 when torch's agent last looked."""
 
@@ -129,14 +127,10 @@ def _torch_config(
     config.rdzv_configs["meets_by"], config.rdzv_backend = config.rdzv_backend, FreshStores.BACKEND
     handled = [name for name in map(str.strip, config.signals_to_handle.split(",")) if name != "SIGINT"]
     # nohup has SIGHUP ignored: torch's agent would handle it all the same, and end the ranks with the terminal
-    config.signals_to_handle = ",".join(name for name in handled if not _is_ignored(name))
+    config.signals_to_handle = ",".join(
+        name for name in handled if signal.getsignal(getattr(signal, name, signal.SIGTERM)) != signal.SIG_IGN
+    )
     return config, partial(launcher_api.elastic_launch(config, command), *arguments)
-
-
-def _is_ignored(name: str) -> bool:
-    """Return whether the signal of this name is ignored in this process, by whoever has started it."""
-    number = getattr(signal, name, None)
-    return number is not None and signal.getsignal(number) is signal.SIG_IGN
 
 
 def _is_here(endpoint: str) -> bool:
@@ -371,7 +365,10 @@ def _report(job: _Job, failures: Mapping[int, ProcessFailure]) -> int:
         print(f"yafsdp-cc: rank {failure.rank} failed after it: {failure.summary}", file=sys.stderr)
     print(f"yafsdp-cc: the output of every rank is in {job.folder}", file=sys.stderr)
     prefix = Path(os.environ.get("TORCH_FR_DUMP_TEMP_FILE") or os.environ["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"])
-    if any(file.stat().st_mtime >= job.began for file in prefix.parent.glob(f"{prefix.name}*")):
+    # torch makes the folders of error files when an attempt begins: older traces are of other failures
+    folders = [Path(failure.error_file).parent.parent for failure in failures.values() if failure.error_file]
+    began = min((folder.stat().st_mtime for folder in folders), default=0.0)
+    if any(file.stat().st_mtime >= began for file in prefix.parent.glob(f"{prefix.name}*")):
         print(
             "yafsdp-cc: a collective timed out; logs end with where each rank was, and this shows their last "
             f"collectives: torchfrtrace {prefix.parent} --prefix {prefix.name} --allow-incomplete-ranks -j",
