@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from tests.report.traces import write_kineto, write_nsys
 from tests.soak import LONG
 from yafsdp_cc.tools import cli
 from yafsdp_cc.tools.cli.capture import capture
+from yafsdp_cc.tools.cli.profile import own_flags
 from yafsdp_cc.tools.report.overlap import Overlap, Shared, Slowed
 from yafsdp_cc.tools.report.tables import read_run, run_table, trace_tables
 from yafsdp_cc.tools.report.trace import Trace, UnreadableError, read
@@ -221,6 +223,14 @@ def tell_nsys() -> None:
         optimizer.step()
     recording.at_exit()
     assert told == [1, "start", 2, 3, "stop", 4, 5]
+
+
+def test_flags_of_a_folder_with_a_script_are_its_own(tmp_path: Path) -> None:
+    (tmp_path / "__main__.py").touch()
+    parser = ArgumentParser()
+    parser.add_argument("--steps")
+    rest = ["--nproc-per-node=2", str(tmp_path), "--steps=4"]
+    assert own_flags(parser, ["--steps=2", *rest]) == (Namespace(steps="2"), rest)
 
 
 def test_the_command_of_nsys(

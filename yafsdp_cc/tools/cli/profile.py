@@ -96,7 +96,9 @@ def own_flags(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[argpars
     asked, rest = parser.parse_args(argv[:place]), argv[place:]
     if not rest:
         parser.error("name a script to run")
-    before_script = list(takewhile(lambda each: each not in ("-m", "--module") and not Path(each).is_file(), rest))
+    # Path(each, "") is the path itself; a folder with a __main__.py is a script
+    scripts = {each for each in rest for name in ("", "__main__.py") if Path(each, name).is_file()}
+    before_script = list(takewhile(lambda each: each not in {"-m", "--module", *scripts}, rest))
     late = next((place for place, each in enumerate(before_script) if each.partition("=")[0] in flags), None)
     if late is not None:
         missing = next((each for each in before_script[:late] if each.endswith(".py")), "")
