@@ -184,6 +184,10 @@ def test_other_files_in_a_run_s_folder_are_left_out(tmp_path: Path, capsys: pyte
     assert f"\n{folder}/trace.json, " in printed.out
     assert printed.err.startswith(f"yafsdp-cc report: left out: {folder}/trainer_state.json")
     assert cli.main(["report", str(folder), str(folder / "trainer_state.json")]) == 1
+    (folder / "metrics.jsonl").unlink()
+    assert cli.main(["report", str(folder)]) == 0, "a trace is beside it"
+    (folder / "trace.json").unlink()
+    assert cli.main(["report", str(folder)]) == 1
 
 
 # yafsdp-cc profile, whose commands tests/test_docs.py runs -----------------------------------------------------------

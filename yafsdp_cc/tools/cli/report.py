@@ -29,9 +29,7 @@ def main(argv: list[str]) -> int:
     try:
         files = list({file.resolve(): file for path in asked.paths for file in _files(path)}.values())
         runs = [tables.read_run(file) for file in files if file.suffix == ".jsonl"]
-        traces = [
-            measure(trace) for file in files if file.suffix != ".jsonl" and (trace := _trace_in(file, asked.paths))
-        ]
+        traces = [measure(each) for each in _traces(files, asked.paths)]
     except (UnreadableError, OSError) as error:
         print(f"yafsdp-cc report: {error}", file=sys.stderr)
         return 1
@@ -69,15 +67,22 @@ def _files(path: Path) -> list[Path]:
     return found
 
 
-def _trace_in(path: Path, named: list[Path]) -> Trace | None:
-    """Return a trace; None for a JSON file of another kind that a run's folder has, and that the user has not named."""
-    try:
-        return read(_exported(path))
-    except UnreadableError as error:
-        if path in named or path.suffix != ".json" or not (path.parent / "metrics.jsonl").exists():
-            raise
-        print(f"yafsdp-cc report: left out: {error}", file=sys.stderr)
-        return None
+def _traces(files: list[Path], named: list[Path]) -> list[Trace]:
+    """Return traces, without JSON files of other kinds beside a run or a trace that the user has not named."""
+    traces, others = list[Trace](), dict[Path, UnreadableError]()
+    for path in files:
+        try:
+            traces += [read(_exported(path))] if path.suffix != ".jsonl" else []
+        except UnreadableError as error:
+            if path in named or path.suffix != ".json":
+                raise
+            others[path] = error
+    shown = {each.parent for each in files if each not in others}
+    for path, reason in others.items():
+        if path.parent not in shown:
+            raise reason
+        print(f"yafsdp-cc report: left out: {reason}", file=sys.stderr)
+    return traces
 
 
 def _exported(path: Path) -> Path:
