@@ -8,11 +8,18 @@ from math import inf
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.profiler import profile
 
 from tests.cli.command import forking, yafsdp_cc
+from tests.ranks import on_ranks
 from tests.soak import LONG
 from yafsdp_cc.tools import cli
-from yafsdp_cc.tools.cli.try_ import Comparison, Row
+from yafsdp_cc.tools.cli.try_ import Comparison, Row, sent_in
 
 SCRIPT = """
 import os, sys, torch, torch.distributed as dist, yafsdp_cc
@@ -79,6 +86,23 @@ def test_exact_steps_of_a_1_bit_optimizer_are_not_timed(tmp_path: Path) -> None:
     rows = {each["name"]: each for each in json.loads((tmp_path / "runs/try/figures.json").read_text())["rows"]}
     assert rows["exact"]["sent"] > 8 * rows["OneBitAdam"]["sent"] > 0, ran.stdout + ran.stderr
     assert len(rows["exact"]["turns"][0]) > len(rows["OneBitAdam"]["turns"][0]) >= 2
+
+
+def train_by_fsdp2(folder: Path) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = nn.Linear(64, 64, bias=False)
+    fully_shard(model, mesh=mesh, reshard_after_forward=True)
+    for _ in range(2):
+        with profile(record_shapes=True) as profiled:
+            model(torch.ones(1, 64)).sum().backward()
+    profiled.export_chrome_trace(str(folder / f"{dist.get_rank()}.json"))
+
+
+def test_what_fsdp2_sends_to_replicas_is_counted(tmp_path: Path) -> None:
+    """Two gathers of the halves, a sum of the whole by an all-reduce of gloo, and a sum of a half over replicas."""
+    on_ranks(4, train_by_fsdp2, tmp_path)
+    weights = 4 * 64 * 64
+    assert sent_in(tmp_path / "0.json", 4) == (2 * weights // 2) + 2 * weights // 2 + 2 * (weights // 2) // 2
 
 
 def test_the_reason_of_a_failure_need_not_be_utf_8(tmp_path: Path) -> None:

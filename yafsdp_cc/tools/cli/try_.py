@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from math import nan
+from math import nan, prod
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -267,13 +267,15 @@ def sent_in(trace: Path, ranks: int) -> int:
     # gloo sums for a reduce-scatter by an all-reduce, which sends twice as much
     by_gloo = any(each.get("name") == "gloo:all_reduce" for each in events)
     times = {"c10d::_allgather_base_": 1, "c10d::_reduce_scatter_base_": 2 if by_gloo else 1}
-    sent = 0
+    sent, replicas, width = 0.0, ranks, 4
     for each in events:
         if each.get("name") in times:
-            (one, *_), (other, *_) = each["args"]["Input Dims"][:2]
-            width = WIDTHS[each["args"]["Input type"][0]]
-            sent += times[each["name"]] * min(one, other) * (ranks - 1) * width
-    return sent
+            one, whole = sorted(size for size, *_ in each["args"]["Input Dims"][:2])
+            replicas, width = ranks * one // whole, WIDTHS[each["args"]["Input type"][0]]
+            sent += times[each["name"]] * (whole - one) * width
+        elif each.get("name") == "c10d::allreduce_":  # over replicas, of what the last reduce-scatter has summed
+            sent += 2 * sum(map(prod, each["args"]["Input Dims"][0])) * (replicas - 1) / replicas * width
+    return round(sent)
 
 
 # The comparison and the recommendation --------------------------------------------------------------------------------
