@@ -14,8 +14,10 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import pairwise
+from math import inf
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median_low
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
@@ -34,6 +36,7 @@ from yafsdp_cc.tools.netlab.links import UNSHAPED, Links
 
 if TYPE_CHECKING:
     from yafsdp_cc.engine.state import FSDPState
+    from yafsdp_cc.plan import Plan
 
 LOSS_SHARE = 0.6
 """Share of a run's time after which the steps for the loss end, even if not all were made."""
@@ -94,15 +97,14 @@ class Trial:
         self._optimizer: Any = None
         self._modules: list[nn.Module] = []
         self._called: set[str] = set()
+        self._replaced: set[str] = set()
+        self._plans: list[Plan] = []
         self._clip: float | None = None
         self._roots: list[Tensor] = []
         self._losses: list[list[Tensor]] = []
         self._recording: Recording | None = None
-        self._timed: list[tuple[float, int]] = []
-        """Seconds of each timed step, and bytes that this rank has sent in it."""
-        self._last = 0.0
-        self._sent = 0
-        """``_sent_bytes`` at the end of the last step that was recorded or timed."""
+        self._marks: list[tuple[float, int, int]] = []
+        """Time, and bytes of weights and of gradients sent so far, after the recorded step and after each timed one."""
         self._peak = 0
         if self._is_first and asked.bandwidth:
             Links.here().set_bandwidth(UNSHAPED)
@@ -179,6 +181,9 @@ class Trial:
         if not self._losses:  # the first step: however slow the start was, some seconds are left for steps
             self._began = time.time()
             self._ends = max(self._asked.ends, self._began + LEAST_SECONDS)
+            for each in self._engines():  # now: at its end the script may have destroyed their groups
+                with suppress(RuntimeError):  # no forward so far, of a model that this step does not train
+                    self._plans.append(api.plan_of(each.model))
         self._losses.append(self._roots)
         self._roots = []
         if self._is_first:
@@ -200,16 +205,17 @@ class Trial:
                     Links.here().set_bandwidth(self._asked.bandwidth)
                 self._recording = Recording(True, 1, 1, self._asked.folder)
             return
-        if not self._last:
+        marks = self._marks
+        if not marks:
             self._recording.after_step(optimizer)
         synchronize()
-        now, sent = time.perf_counter(), self._sent_bytes()
-        if self._last:
-            self._timed.append((now - self._last, sent - self._sent))
-        self._last, self._sent = now, sent
-        if self._timed and self._last_step() == sys.maxsize:
-            late = time.time() + self._timed[-1][0] > self._ends
-            if late or len(self._timed) >= self._asked.timed - 1:
+        sent = [each.context.counters for each in self._engines()]
+        marks.append(
+            (time.perf_counter(), sum(one.gathered_bytes for one in sent), sum(one.reduced_bytes for one in sent))
+        )
+        if len(marks) > 1 and self._last_step() == sys.maxsize:
+            late = time.time() + marks[-1][0] - marks[-2][0] > self._ends
+            if late or len(marks) >= self._asked.timed:
                 (self._folder / "last.part").write_text(str(len(self._losses) + 1))
                 (self._folder / "last.part").replace(self._folder / "last")
 
@@ -222,9 +228,8 @@ class Trial:
     def _end(self) -> NoReturn:
         """End this process once all ranks have come here: what the script does at its end is not part of the trial."""
         self.write()
-        with suppress(RuntimeError):  # another rank may have left, after writing its figures
-            if dist.is_initialized():
-                dist.barrier()
+        with suppress(RuntimeError, ValueError):  # another rank may have left, after writing its figures; no group
+            dist.barrier()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
@@ -235,21 +240,22 @@ class Trial:
         """Write this rank's figures into the folder."""
         own: dict[str, Any] = {"time": time.time(), "error": error, "ended": ended}
         if error is None:
-            plans = [api.plan_of(each.model) for each in self._engines()]
             device = next((each.device for module in self._modules for each in module.parameters()), None)
             # 1-bit optimizers sum exactly in a few steps after the warm-up, which are rare in a long run
-            sent = min((each for _, each in self._timed), default=0)
+            steps = [[after - before for before, after in zip(*two, strict=True)] for two in pairwise(self._marks)]
+            most = 1.1 * min((each for *_, each in steps), default=0) if self._asked.one_bit else inf
+            timed = [each for each in steps if each[-1] <= most]
             own |= {
                 "losses": [mean(each.item() for each in roots) for roots in self._losses if roots],
-                "timed": [seconds for seconds, each in self._timed if each <= 1.1 * sent],
-                "sent": sent,
+                "timed": [seconds for seconds, *_ in timed],
+                "sent": median_low(sum(each) for _, *each in timed) if timed else 0,
                 "peak": self._peak or peak_memory(),
-                "planned": sum(plan.owned_bytes for plan in plans),
-                "dtypes": sorted({each.forward for plan in plans for each in plan.dtypes}),
+                "planned": sum(plan.owned_bytes for plan in self._plans),
+                "dtypes": sorted({each.forward for plan in self._plans for each in plan.dtypes}),
                 "emulates_bf16": device is not None and api.emulates_bf16(device),
                 "called": sorted(self._called),
                 "clip": self._clip,
-                "ranks": dist.get_world_size() if dist.is_initialized() else 1,
+                "ranks": int(os.environ.get("WORLD_SIZE", "1")),
             }
         path = self._folder / f"figures-{os.environ.get('RANK', '0')}.json"
         path.with_suffix(".part").write_text(json.dumps(own))

@@ -312,13 +312,14 @@ class Comparison:
     def best(self) -> tuple[Row | None, list[Row]]:
         """Return the row to recommend, and all rows whose ``spread`` of seconds overlaps that of the fastest row.
 
-        Rows whose loss is not near that of the row ``exact`` are left out; the simplest row returned is recommended.
+        Rows whose loss is not near that of the row ``exact`` are left out, and those that take twice the time of the
+        fastest, however much some steps, such as those with an evaluation, widen spreads. The first is recommended.
         """
         near = [row for row in self.rows if self.above(row) <= self.margin]
         if not near:
             return None, []
         fastest = min(near, key=lambda row: row.seconds)
-        alike = [row for row in near if row.spread[0] <= fastest.spread[1]]
+        alike = [row for row in near if row.spread[0] <= fastest.spread[1] and row.seconds < 2 * fastest.seconds]
         return alike[0], alike
 
 
