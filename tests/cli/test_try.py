@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from math import inf
 from pathlib import Path
 
@@ -18,8 +19,10 @@ from torch.profiler import profile
 from tests.cli.command import forking, yafsdp_cc
 from tests.ranks import on_ranks
 from tests.soak import LONG
+from yafsdp_cc.config import read
 from yafsdp_cc.tools import cli
-from yafsdp_cc.tools.cli.try_ import Comparison, Row, sent_in
+from yafsdp_cc.tools.cli import launch
+from yafsdp_cc.tools.cli.try_ import SETTINGS, Comparison, Row, _recommend, sent_in
 
 SCRIPT = """
 import os, sys, torch, torch.distributed as dist, yafsdp_cc
@@ -40,14 +43,18 @@ for step in range(60):
     optimizer.step()
     optimizer.zero_grad()
     print(f"loss {loss.item():.9f}", flush=True)
-print("the end", flush=True)
+"""
+EVALUATION = """
+    if step % 2:
+        with torch.no_grad():
+            model(torch.ones(4, 64))
 """
 WEIGHTS = 2 * (2 * 64 * 256 + 256 + 64)
 
 
 def test_figures_are_those_of_the_script_by_itself(tmp_path: Path) -> None:
     """A script that imports torch's ``fully_shard`` and has an optimizer that OneBitAdam does not replace."""
-    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "train.py").write_text(SCRIPT + 'print("the end")')
     flags = ("--rounds=1", "--steps=4", "--settings=fsdp2,exact,OneBitAdam")
     ran = yafsdp_cc("try", *flags, "--nproc-per-node=2", "train.py", folder=tmp_path, main=forking)
     assert ran.returncode == 0, ran.stdout + ran.stderr
@@ -79,13 +86,29 @@ def test_figures_are_those_of_the_script_by_itself(tmp_path: Path) -> None:
 
 
 def test_exact_steps_of_a_1_bit_optimizer_are_not_timed(tmp_path: Path) -> None:
-    """With a warm-up of five steps the optimizer sums exactly in steps 6, 7, 8, 9, 11, 13, 15 and 17."""
-    (tmp_path / "train.py").write_text(SCRIPT.replace("SGD(model.parameters(), lr=0.1)", "AdamW(model.parameters())"))
-    flags = ("--rounds=1", "--steps=10", "--settings=exact,OneBitAdam")
+    """With a warm-up of five steps the optimizer sums exactly in steps 6, 7, 8, 9, 11, 13, 15 and 17. Steps in which
+    the script evaluates, and so gathers more, are like others."""
+    script = SCRIPT.replace("SGD(model.parameters(), lr=0.1)", "AdamW(model.parameters())")
+    script = script.replace("fully_shard(block)", "fully_shard(block, reshard_after_forward=True)")
+    (tmp_path / "train.py").write_text(script + EVALUATION)
+    (tmp_path / "run.yaml").write_text("compression: {gradients: topk, carry: 0.5}")
+    flags = ("--rounds=1", "--steps=10", "--settings=exact,OneBitAdam", "--config=run.yaml")
     ran = yafsdp_cc("try", *flags, "--nproc-per-node=2", "train.py", folder=tmp_path, main=forking)
     rows = {each["name"]: each for each in json.loads((tmp_path / "runs/try/figures.json").read_text())["rows"]}
     assert rows["exact"]["sent"] > 8 * rows["OneBitAdam"]["sent"] > 0, ran.stdout + ran.stderr
     assert len(rows["exact"]["turns"][0]) > len(rows["OneBitAdam"]["turns"][0]) >= 2
+    assert len(rows["exact"]["turns"][0]) == len(rows["exact"]["losses"][0]) - 10 - 1, "all but the recorded one"
+    assert rows["exact"]["replaced"] == ["compression"]
+    assert rows["OneBitAdam"]["replaced"] == ["compression", "reshard_after_forward="]
+
+
+def test_a_short_script_may_end_its_process_group(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT.replace("range(60)", "range(8)") + "dist.destroy_process_group()")
+    flags = ("--rounds=1", "--settings=exact", "--nproc-per-node=2")
+    ran = yafsdp_cc("try", *flags, "train.py", folder=tmp_path, main=forking)
+    (row,) = json.loads((tmp_path / "runs/try/figures.json").read_text())["rows"]
+    assert (row["reason"], len(row["losses"][0])) == ("", 8), ran.stdout + ran.stderr
+    assert row["planned"] > 0
 
 
 def train_by_fsdp2(folder: Path) -> None:
@@ -103,6 +126,30 @@ def test_what_fsdp2_sends_to_replicas_is_counted(tmp_path: Path) -> None:
     on_ranks(4, train_by_fsdp2, tmp_path)
     weights = 4 * 64 * 64
     assert sent_in(tmp_path / "0.json", 4) == (2 * weights // 2) + 2 * weights // 2 + 2 * (weights // 2) // 2
+
+
+@pytest.mark.parametrize("name", ["exact", "bf16", "int8", "OneBitAdam"])
+def test_the_command_recommended_runs_what_was_measured(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever the run file and the user's own flags say."""
+    (tmp_path / "run.yaml").write_text("compression: {gradients: auto, error_budget: 0.01}\nprecision: {reduce: fp32}")
+    (tmp_path / "train.py").touch()
+    measured = row(name, 0.1)
+    measured.replaced = ["compression", "compression=", *(["mp_policy=", "precision"] if name == "bf16" else [])]
+    argv = ["--config", f"{tmp_path}/run.yaml", "--set=compression.carry=0.5", f"{tmp_path}/train.py", "--set=own"]
+    assert _recommend(Comparison([row("exact", 1.0), measured][name == "exact" :], 0.5), argv, ()) == 0
+    *_, told = capsys.readouterr().out.splitlines()
+    changes, _, command = told.partition("yafsdp-cc launch ")
+    assert "no compression= in the script" in changes
+    assert ("no mp_policy= in the script" in changes) == (name == "bf16")
+    given = launch.all_flags().parse_args(shlex.split(command))
+    assert given.training_script_args == ["--set=own"]
+    values = {name: one.value for name, one in read(given.config, given.set).items()}
+    assert values == {
+        **({} if name == "bf16" else {"precision.reduce": "fp32"}),
+        **({} if name == "exact" else SETTINGS[name]),
+    }
 
 
 def test_the_reason_of_a_failure_need_not_be_utf_8(tmp_path: Path) -> None:
@@ -173,6 +220,8 @@ def row(name: str, seconds: float, loss: float = 2.0, spread: float = 0.0, again
         ([one_turn("exact", *[1.0, 1.4] * 4), one_turn("int8", *[0.9, 1.2] * 4)], "exact"),
         ([Row("exact", reason="an error"), row("int8", 0.5)], None),
         ([row("exact", 1.0), row("int8", 0.5, loss=inf)], "exact"),
+        # of fsdp2 most steps of most turns were some in which the script evaluates
+        ([Row("fsdp2", losses=[[2.0] * 4], turns=[[0.1], [1.2], [1.2]]), row("exact", 0.1)], "exact"),
     ],
 )
 def test_the_fastest_whose_loss_is_near_is_recommended_and_of_equals_the_simplest(

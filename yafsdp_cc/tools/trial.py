@@ -117,11 +117,9 @@ class Trial:
     def _replace_settings(self) -> None:
         chosen = self._asked.settings
         sections = {name.partition(".")[0] for name in chosen} - {"shard"}
-        kept = {
-            name: one
-            for name, one in json.loads(os.environ.get(RUN, "{}")).items()
-            if name.partition(".")[0] not in sections
-        }
+        given = json.loads(os.environ.get(RUN, "{}"))
+        kept = {name: one for name, one in given.items() if name.partition(".")[0] not in sections}
+        self._replaced.update(name.partition(".")[0] for name in given.keys() - kept.keys())
         os.environ[RUN] = json.dumps(kept | {name: (value, "yafsdp-cc try") for name, value in chosen.items()})
 
     def _replace_functions(self) -> None:
@@ -162,6 +160,7 @@ class Trial:
         @functools.wraps(function)
         def watched(module: Any, *args: Any, **given: Any) -> Any:
             self._called.update(called)
+            self._replaced.update(f"{name}=" for name in replaced & given.keys())
             result = function(module, *args, **{name: each for name, each in given.items() if name not in replaced})
             self._modules += result if isinstance(result, list) else [result]
             return result
@@ -175,9 +174,8 @@ class Trial:
         if optimizer is not self._optimizer:
             return
         if self._asked.one_bit and not isinstance(optimizer, OneBitAdam):
-            raise TypeError(
-                f"OneBitAdam replaces torch's Adam and AdamW, and this script has {type(optimizer).__name__}"
-            )
+            kind = type(optimizer).__name__
+            raise TypeError(f"OneBitAdam replaces torch's Adam and AdamW, and this script has {kind}")
         if not self._losses:  # the first step: however slow the start was, some seconds are left for steps
             self._began = time.time()
             self._ends = max(self._asked.ends, self._began + LEAST_SECONDS)
@@ -220,10 +218,8 @@ class Trial:
                 (self._folder / "last.part").replace(self._folder / "last")
 
     def _last_step(self) -> int:
-        try:
-            return int((self._folder / "last").read_text())
-        except FileNotFoundError:
-            return sys.maxsize
+        path = self._folder / "last"
+        return int(path.read_text()) if path.exists() else sys.maxsize
 
     def _end(self) -> NoReturn:
         """End this process once all ranks have come here: what the script does at its end is not part of the trial."""
@@ -254,6 +250,7 @@ class Trial:
                 "dtypes": sorted({each.forward for plan in self._plans for each in plan.dtypes}),
                 "emulates_bf16": device is not None and api.emulates_bf16(device),
                 "called": sorted(self._called),
+                "replaced": sorted(self._replaced),
                 "clip": self._clip,
                 "ranks": int(os.environ.get("WORLD_SIZE", "1")),
             }
@@ -265,10 +262,6 @@ class Trial:
         """Return the engines of all modules that ``yafsdp_cc`` has sharded."""
         return dict.fromkeys(state for module in self._modules if (state := state_of(module)) is not None)
 
-    def _sent_bytes(self) -> int:
-        counters = [each.context.counters for each in self._engines()]
-        return sum(each.gathered_bytes + each.reduced_bytes for each in counters)
-
 
 def _one_bit(kind: str, asked: Asked) -> type[OneBitAdam]:
     """Return a subclass of ``OneBitAdam`` that takes the arguments of torch's ``Adam`` or ``AdamW``."""
@@ -279,12 +272,8 @@ def _one_bit(kind: str, asked: Asked) -> type[OneBitAdam]:
                 given.pop(name, None)
             if wrong := [name for name in ("amsgrad", "maximize") if given.pop(name, False)]:
                 raise ValueError(f"OneBitAdam has no {wrong[0]}, which this script passes to {kind}")
-            if kind == "Adam":
-                if given.get("weight_decay"):
-                    raise ValueError(
-                        "OneBitAdam decays weights as AdamW does, and this script passes weight_decay to Adam"
-                    )
-                given["weight_decay"] = 0.0
+            if kind == "Adam" and given.setdefault("weight_decay", 0.0):
+                raise ValueError("OneBitAdam decays weights as AdamW does, and this script passes weight_decay to Adam")
             warmup_steps = max(1, asked.steps // 2)
             # short rounds only time steps, and refreshes, exact sums for the second moment, are rare in a real run
             refreshes = 4 if asked.steps > warmup_steps + 4 else 0

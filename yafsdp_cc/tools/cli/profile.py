@@ -74,16 +74,21 @@ def _traces(folder: Path) -> list[Path]:
 
 def nsys_arguments(argv: list[str], folder: Path, trace: str) -> list[str]:
     """Return arguments of ``launch`` that run each rank under ``nsys``, which writes a report of each to ``folder``."""
+    flags, script = flags_and_script(argv)
+    nsys = ["nsys", "profile", f"--output={folder}/rank%q{{RANK}}", "--force-overwrite=true", f"--trace={trace}"]
+    # at the end of the range nsys only stops recording: if it killed its rank, other ranks would wait for that
+    nsys += ["--sample=none", "--cpuctxsw=none", "--capture-range=cudaProfilerApi", "--capture-range-end=stop"]
+    return [*flags, "--no-python", *nsys, sys.executable, "-m", "yafsdp_cc.tools.cli.runner", *script]
+
+
+def flags_and_script(argv: list[str]) -> tuple[list[str], list[str]]:
+    """Divide arguments of ``launch`` into flags, and the script (``-m`` and a module) with its own arguments."""
     from yafsdp_cc.tools.cli.launch import all_flags
 
     options = all_flags().parse_args(argv)
     script = [options.training_script, *options.training_script_args]
     flags = [each for each in argv[: len(argv) - len(script)] if each not in ("-m", "--module")]
-    nsys = ["nsys", "profile", f"--output={folder}/rank%q{{RANK}}", "--force-overwrite=true", f"--trace={trace}"]
-    # at the end of the range nsys only stops recording: if it killed its rank, other ranks would wait for that
-    nsys += ["--sample=none", "--cpuctxsw=none", "--capture-range=cudaProfilerApi", "--capture-range-end=stop"]
-    runner = [sys.executable, "-m", "yafsdp_cc.tools.cli.runner", *(["-m"] if options.module else [])]
-    return [*flags, "--no-python", *nsys, *runner, *script]
+    return flags, [*(["-m"] if options.module else []), *script]
 
 
 def own_flags(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:

@@ -23,7 +23,7 @@ from typing import Any
 
 from yafsdp_cc.table import table
 from yafsdp_cc.tools.cli.demo import positive
-from yafsdp_cc.tools.cli.profile import make_output, own_flags
+from yafsdp_cc.tools.cli.profile import flags_and_script, make_output, own_flags
 from yafsdp_cc.tools.report.overlap import measure
 from yafsdp_cc.tools.report.trace import read, read_events
 
@@ -70,6 +70,8 @@ class Row:
     """Share of each turn's recorded step in which rank 0 communicates and does not compute."""
     sent: int = 0
     """Bytes that a rank sends in a step."""
+    replaced: list[str] = field(default_factory=list)
+    """What the setting has replaced: sections of the run's settings, and arguments of the script (``mp_policy=``)."""
     planned: int = 0
     peak: int = 0
     """Bytes of the engine's buffers by its plan, ``planned``, and of all memory in use at the ``peak``."""
@@ -122,7 +124,7 @@ def main(argv: list[str]) -> int:
     figures = {"rows": [asdict(row) for row in rows.values()], "recommended": chosen and chosen.name}
     (asked.output / "figures.json").write_text(json.dumps(figures, indent=1) + "\n")
     _show(compared)
-    return _recommend(compared, shlex.join(script), trials.imports)
+    return _recommend(compared, script, trials.known.get("called", ()))
 
 
 class _Trials:
@@ -132,15 +134,10 @@ class _Trials:
         self._asked, self._script = asked, script
         self._ends = time.time() + 60 * asked.minutes
         self._steps, self._timed = asked.steps, TIMED
-        self._known: dict[str, Any] = {}
+        self.known: dict[str, Any] = {}
         """Figures of rank 0 in the first run, of the setting ``exact``."""
         self._hopeless = ""
         """Why no setting can have figures for this script; "" if some may."""
-
-    @property
-    def imports(self) -> str:
-        """Import that the script needs in place of torch's; "" if none."""
-        return "from yafsdp_cc import fully_shard, " if "torch" in self._known.get("called", ()) else ""
 
     def all_rounds(self, names: Sequence[str]) -> dict[str, Row]:
         rows = {name: Row(name) for name in names}
@@ -169,11 +166,11 @@ class _Trials:
 
     def _left_out(self, name: str) -> str:
         """Return why a setting makes no sense for this script; empty if it may."""
-        if name == "fsdp2" and self._known and "fully_shard" not in self._known["called"]:
+        if name == "fsdp2" and self.known and "fully_shard" not in self.known["called"]:
             return "left out: the script calls shard, and torch has only fully_shard"
-        if name == "bf16" and self._known.get("dtypes") == ["bfloat16"]:
+        if name == "bf16" and self.known.get("dtypes") == ["bfloat16"]:
             return "left out: exact computes in bf16 already, as the script asks for"
-        if name == "bf16" and self._known.get("emulates_bf16"):
+        if name == "bf16" and self.known.get("emulates_bf16"):
             return "left out: this processor has no instructions for bf16 and emulates it, many times slower"
         return self._hopeless
 
@@ -193,7 +190,7 @@ class _Trials:
             "settings": SETTINGS[row.name],
             "by_torch": row.name == "fsdp2",
             "one_bit": row.name == "OneBitAdam",
-            "clip": self._known.get("clip"),
+            "clip": self.known.get("clip"),
             "bandwidth": self._asked.bandwidth,
         }
         flags = [f"--log-dir={folder}"] + ([f"--bandwidth={self._asked.bandwidth}"] if self._asked.bandwidth else [])
@@ -227,7 +224,7 @@ class _Trials:
             return " ".join(failed[0][1].splitlines()[-1].split())
         if status is None:
             reason = f"ended by force after {limit:.0f} s, its time limit: give it --minutes"
-            self._hopeless = self._hopeless if self._known else reason
+            self._hopeless = self._hopeless if self.known else reason
             return reason
         if status or not ranks:
             printed = (folder / "launch.log").read_text(encoding="utf-8", errors="replace")
@@ -243,8 +240,8 @@ class _Trials:
 
     def _add(self, row: Row, ranks: Sequence[dict[str, Any]], folder: Path) -> None:
         first = ranks[0]
-        if not self._known:
-            self._known = first
+        if not self.known:
+            self.known = first
             # losses are compared with those of ``exact``: if it had time for fewer steps, others need no more
             self._steps = max(2, min(self._steps, len(first["losses"]) - len(first["timed"]) - 1))
         if first["ended"] and len(first["timed"]) < 2:  # the script has few steps: time more of them in other runs
@@ -252,7 +249,7 @@ class _Trials:
             self._timed = max(2, len(first["losses"]) - self._steps - 1)
         row.losses.append([mean(each) for each in zip(*(each["losses"] for each in ranks), strict=False)])
         row.turns += [first["timed"]] if first["timed"] else []
-        row.planned, row.sent = first["planned"], first["sent"]
+        row.planned, row.sent, row.replaced = first["planned"], first["sent"], first["replaced"]
         row.peak = max(row.peak, *(each["peak"] for each in ranks))
         trace = folder / "rank0.json.gz"
         if trace.exists():
@@ -295,7 +292,7 @@ class Comparison:
         """Percent by which the losses of the first two turns of ``exact`` differ in the last step of both."""
         if self.base is not None and len(self.base.losses) > 1:
             *_, (once, again) = [(1.0, 1.0), *zip(*self.base.losses[:2], strict=False)]
-            self.noise = _percent(abs(again - once), once)
+            self.noise = 100 * abs(again - once) / (abs(once) or 1.0)
         self.margin = max(within, self.noise)
 
     def loss(self, row: Row) -> float:
@@ -304,10 +301,8 @@ class Comparison:
 
     def above(self, row: Row) -> float:
         """Return by how many percent a row's loss is above that of the row ``exact``; NaN if that is unknown."""
-        if self.base is None:
-            return nan
-        base = self.loss(self.base)
-        return _percent(self.loss(row) - base, base)
+        base = nan if self.base is None else self.loss(self.base)
+        return 100 * (self.loss(row) - base) / (abs(base) or 1.0)
 
     def best(self) -> tuple[Row | None, list[Row]]:
         """Return the row to recommend, and all rows whose ``spread`` of seconds overlaps that of the fastest row.
@@ -321,10 +316,6 @@ class Comparison:
         fastest = min(near, key=lambda row: row.seconds)
         alike = [row for row in near if row.spread[0] <= fastest.spread[1] and row.seconds < 2 * fastest.seconds]
         return alike[0], alike
-
-
-def _percent(part: float, whole: float) -> float:
-    return 100 * part / (abs(whole) or 1.0)
 
 
 def _show(compared: Comparison) -> None:
@@ -344,7 +335,7 @@ def _show(compared: Comparison) -> None:
         print(f"{row.name}: {row.reason or 'no step was timed'}")
 
 
-def _recommend(compared: Comparison, command: str, imports: str) -> int:
+def _recommend(compared: Comparison, argv: list[str], called: Sequence[str]) -> int:
     """Print the recommendation; return 0, or 1 if there is none."""
     chosen, alike = compared.best()
     if chosen is None:
@@ -365,10 +356,15 @@ def _recommend(compared: Comparison, command: str, imports: str) -> int:
             faster = f"{chosen.seconds / row.seconds:.2f} times as fast"
             warm = "; half of these steps were its warm-up: --steps 200 tells more" if row.name == "OneBitAdam" else ""
             print(f"{row.name} is {faster}, but its loss is {compared.above(row):.2f} % above{warm}.")
-    chosen_sets = {} if chosen is compared.base else SETTINGS[chosen.name]
-    sets = "".join(f" --set {name}={str(value).lower()}" for name, value in chosen_sets.items())
+    sets = [f"{each}=null" for each in chosen.replaced if not each.endswith("=")]
+    if chosen is not compared.base:
+        sets += [f"{name}={str(value).lower()}" for name, value in SETTINGS[chosen.name].items()]
+    imports = "from yafsdp_cc import fully_shard, " if "torch" in called else ""
     changes = "torch's fully_shard, " if chosen.name == "fsdp2" else imports
     if chosen.name == "OneBitAdam":
         changes += "yafsdp_cc.optim.OneBitAdam for the optimizer (docs/one-bit.md), "
-    print(f"Use {changes}yafsdp-cc launch{sets} {command}")
+    changes += "".join(f"no {each} in the script, " for each in chosen.replaced if each.endswith("="))
+    flags, script = flags_and_script(argv)
+    flags += [word for each in sets for word in ("--set", each)]  # behind the user's: of several --set the last holds
+    print(f"Use {changes}yafsdp-cc launch {shlex.join([*flags, *script])}")
     return 0
