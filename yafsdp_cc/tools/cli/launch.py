@@ -172,8 +172,7 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace, ranks_o
     least, _, most = options.nnodes.rpartition(":")
     if options.standalone and int(least or most) > 1:
         parser.error(f"--standalone is for this machine alone: leave it out, or --nnodes={options.nnodes}")
-    nodes = int(most)
-    if options.rdzv_backend == "static" and not options.standalone and not 0 <= options.node_rank < nodes:
+    if options.rdzv_backend == "static" and not options.standalone and not 0 <= options.node_rank < int(most):
         parser.error(f"--node-rank counts from 0: {options.node_rank} is none of the --nnodes={options.nnodes}")
     if options.name is not None and (wrong := mistake_in("launch.name", options.name)):
         parser.error(wrong.replace("launch.name", "--name"))
