@@ -61,10 +61,8 @@ class Asked(NamedTuple):
     """Most steps that are timed, after at most ``steps`` in which losses are recorded."""
     settings: dict[str, Any]
     """Settings of the engine that overrule the script and the run file."""
-    by_torch: bool
-    """Whether torch's own ``fully_shard`` shards."""
-    one_bit: bool
-    """Whether ``OneBitAdam`` takes the place of torch's ``Adam`` and ``AdamW``."""
+    row: str
+    """Name of the settings: by ``fsdp2`` torch's own engine shards, ``OneBitAdam`` takes the place of its ``Adam``."""
     clip: float | None
     """Limit that the script passes to ``clip_grad_norm_``, for ``OneBitAdam``."""
     bandwidth: str | None
@@ -123,7 +121,7 @@ class Trial:
         os.environ[RUN] = json.dumps(kept | {name: (value, "yafsdp-cc try") for name, value in chosen.items()})
 
     def _replace_functions(self) -> None:
-        chosen = fsdp.fully_shard if self._asked.by_torch else api.fully_shard
+        chosen = fsdp.fully_shard if self._asked.row == "fsdp2" else api.fully_shard
         vars(api)["shard"] = self._watched(api.shard, "shard")
         vars(api)["fully_shard"] = self._watched(chosen, "fully_shard")
         of_torch = self._watched(chosen, "fully_shard", "torch")
@@ -145,7 +143,7 @@ class Trial:
 
         vars(torch.autograd)["backward"] = watched_backward
         vars(nn.utils)["clip_grad_norm_"] = watched_clip
-        if self._asked.one_bit:
+        if self._asked.row == "OneBitAdam":
             for kind in ("Adam", "AdamW"):
                 one_bit = _one_bit(kind, self._asked)
                 vars(torch.optim)[kind] = one_bit
@@ -173,7 +171,7 @@ class Trial:
         self._optimizer = self._optimizer or optimizer
         if optimizer is not self._optimizer:
             return
-        if self._asked.one_bit and not isinstance(optimizer, OneBitAdam):
+        if self._asked.row == "OneBitAdam" and not isinstance(optimizer, OneBitAdam):
             kind = type(optimizer).__name__
             raise TypeError(f"OneBitAdam replaces torch's Adam and AdamW, and this script has {kind}")
         if not self._losses:  # the first step: however slow the start was, some seconds are left for steps
@@ -239,7 +237,7 @@ class Trial:
             device = next((each.device for module in self._modules for each in module.parameters()), None)
             # 1-bit optimizers sum exactly in a few steps after the warm-up, which are rare in a long run
             steps = [[after - before for before, after in zip(*two, strict=True)] for two in pairwise(self._marks)]
-            most = 1.1 * min((each for *_, each in steps), default=0) if self._asked.one_bit else inf
+            most = 1.1 * min((each for *_, each in steps), default=0) if self._asked.row == "OneBitAdam" else inf
             timed = [each for each in steps if each[-1] <= most]
             own |= {
                 "losses": [mean(each.item() for each in roots) for roots in self._losses if roots],

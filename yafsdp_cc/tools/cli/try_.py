@@ -188,8 +188,7 @@ class _Trials:
             "steps": min(self._steps, SHORT) if turn else self._steps,
             "timed": self._timed,
             "settings": SETTINGS[row.name],
-            "by_torch": row.name == "fsdp2",
-            "one_bit": row.name == "OneBitAdam",
+            "row": row.name,
             "clip": self.known.get("clip"),
             "bandwidth": self._asked.bandwidth,
         }
