@@ -18,14 +18,13 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 from torch.distributed.distributed_c10d import _get_default_store
 
 from yafsdp_cc.engine.step_state import StepState, history
-from yafsdp_cc.ranks.checks import named_ranks, table_of_ranks
+from yafsdp_cc.ranks.checks import exchange_over_store, named_ranks
 from yafsdp_cc.ranks.groups import backend_of, is_python_group, timeout_of
 
 if TYPE_CHECKING:
@@ -150,7 +149,14 @@ class Agreement(StepState):
         mine = f"{self.told()}{following}"
         if doing:
             mine += "\n    " + doing.replace("\n", "\n    ")
-        reason, table = exchange_over_store(self._store, f"{self._key}/last", self._rank, self.ranks, mine)
+        silent, table = exchange_over_store(self._store, f"{self._key}/last", self._rank, self.ranks, mine)
+        reason = "every rank must issue the same operations in the same order"
+        if silent:
+            reason = (
+                f"no answer from {named_ranks(silent)}, which ended or hangs: see its own output. A rank with fewer "
+                "batches than the others needs yafsdp_cc.uneven(model); a forward, evaluation's too, must not stand "
+                "under `if rank == 0`"
+            )
         return RuntimeError(
             f"an operation failed: {reason}. Run the same forwards and backwards, freeze the same parameters and call "
             "set_requires_gradient_sync alike (parameters inside a unit may go unused).\n"
@@ -184,33 +190,3 @@ def wait_for_key(store: Store, key: str, world: int) -> str:
             raise RuntimeError(f"no rank has answered within {timeout:g} seconds")
         time.sleep(min(max(waited / 10, 1e-5 * world, 1e-4), 1))
     return store.get(key).decode()
-
-
-_TIMEOUT, _GLANCE = 5.0, 0.05
-"""Seconds that ``exchange_over_store`` waits for the texts of all ranks together, and at least for that of each."""
-
-
-def exchange_over_store(store: Store, key: str, rank: int, ranks: Sequence[int], text: str) -> tuple[str, str]:
-    """Tell the other ranks ``text`` where collectives no longer work.
-
-    Returns:
-        The likely reason why collectives fail, and the texts of all ranks that answer, as lines.
-    """
-    until, answers = time.monotonic() + _TIMEOUT, []
-    with suppress(RuntimeError, ValueError):  # the store may be gone with the rank or the launcher that held it
-        store.set(f"{key}/{rank}", text)
-    for other in range(len(ranks)):
-        try:
-            store.wait([f"{key}/{other}"], timedelta(seconds=max(until - time.monotonic(), _GLANCE)))
-            answers.append(store.get(f"{key}/{other}").decode())
-        except (RuntimeError, ValueError):
-            answers.append(text if other == rank else "no answer")
-    silent = [each for each, answer in zip(ranks, answers, strict=True) if answer == "no answer"]
-    reason = "every rank must issue the same operations in the same order"
-    if silent:
-        reason = (
-            f"no answer from {named_ranks(silent)}, which ended or hangs: see its own output. A rank with fewer "
-            "batches than the others needs yafsdp_cc.uneven(model); a forward, evaluation's too, must not stand under "
-            "`if rank == 0`"
-        )
-    return reason, table_of_ranks(answers, ranks)

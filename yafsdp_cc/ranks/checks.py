@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import time
+import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -12,6 +16,7 @@ import torch.distributed as dist
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch._C._distributed_c10d import Store
 
 T = TypeVar("T")
 
@@ -29,11 +34,53 @@ def all_gather_objects(item: T, across: Sequence[dist.ProcessGroup]) -> list[T]:
             dist.all_gather_object(theirs, items, group=group)
         except RuntimeError as error:
             raise RuntimeError(
-                "what ranks check together has failed: one has ended, or is in another collective, such as a forward "
-                f"or full_tensor() under `if rank == 0`; see its own output\n{error}"
+                f"what ranks check together has failed: {missing_in(group) or 'one'} has ended, or is in another "
+                f"collective, such as a forward or full_tensor() under `if rank == 0`; see its own output\n{error}"
             ) from error
         items = [each for some in theirs for each in some]
     return items
+
+
+_missing: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
+_questions: Counter[str] = Counter()
+"""What ``missing_in`` has returned for a group, and how often it has asked its ranks: one failure leads to others."""
+
+
+def missing_in(group: dist.ProcessGroup) -> str:
+    """Return "no answer from rank 3, which" if that rank does not tell the store that the group has failed, else ""."""
+    if group not in _missing:
+        with suppress(RuntimeError, ValueError, KeyError):  # the store or the group is gone
+            # A wait on the default store would block its connection.
+            store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]  # torch's stub
+            name, ranks = group.group_name, dist.get_process_group_ranks(group)
+            _questions[name] += 1
+            key = f"yafsdp_cc/failed/{name}/{_questions[name]}"
+            if silent := exchange_over_store(store, key, group.rank(), ranks, "")[0]:
+                _missing[group] = f"no answer from {named_ranks(silent)}, which"
+    return _missing.get(group, "")
+
+
+_TIMEOUT, _GLANCE = 5.0, 0.05
+"""Seconds that ``exchange_over_store`` waits for the texts of all ranks together, and at least for that of each."""
+
+
+def exchange_over_store(store: Store, key: str, rank: int, ranks: Sequence[int], text: str) -> tuple[list[int], str]:
+    """Tell the other ranks ``text`` where collectives no longer work; ``rank`` is this one's index among ``ranks``.
+
+    Returns:
+        The ranks that do not answer, and the texts of all ranks that answer, as lines.
+    """
+    until, answers = time.monotonic() + _TIMEOUT, []
+    with suppress(RuntimeError, ValueError):  # the store may be gone with the rank or the launcher that held it
+        store.set(f"{key}/{rank}", text)
+    for other in range(len(ranks)):
+        try:
+            store.wait([f"{key}/{other}"], timedelta(seconds=max(until - time.monotonic(), _GLANCE)))
+            answers.append(store.get(f"{key}/{other}").decode())
+        except (RuntimeError, ValueError):
+            answers.append(text if other == rank else "no answer")
+    silent = [each for each, answer in zip(ranks, answers, strict=True) if answer == "no answer"]
+    return silent, table_of_ranks(answers, ranks)
 
 
 @contextmanager
