@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 import threading
+import time
 import warnings
 import weakref
 from collections import Counter
@@ -29,6 +30,10 @@ from tests.ranks import on_ranks, ranks
 from tests.soak import also
 from tests.twins import refusal
 from yafsdp_cc import Compression
+from yafsdp_cc.checkpoint import files
+from yafsdp_cc.checkpoint import load as load_module
+from yafsdp_cc.checkpoint import ranks as ranks_module
+from yafsdp_cc.checkpoint import reader as reader_module
 from yafsdp_cc.checkpoint import save as save_module
 from yafsdp_cc.checkpoint.ranks import ranks_of
 
@@ -429,7 +434,8 @@ def waits(folder, first):
     if not first:
         yafsdp_cc.save(folder, model, optimizer)
     if dist.get_rank() == 0:
-        with pytest.raises(RuntimeError, match=r"save\(\) is a collective, and not all ranks have called it"):
+        said = r"(?s)save\(\) is a collective, and not all ranks have called it.*no answer from rank 1, which has ended"
+        with pytest.raises(RuntimeError, match=said):
             yafsdp_cc.save(folder, model, optimizer)
 
 
@@ -444,6 +450,56 @@ def waits_for_weights(folder, first):
 def test_a_rank_that_does_not_save_is_waited_for_as_long_as_the_group_waits(first, tmp_path):
     for body in (waits, waits_for_weights):
         on_ranks(2, body, tmp_path / "step", first, patience=2, timeout=20)
+
+
+@pytest.mark.parametrize("way", [also("saves"), "saves in the background", "loads"])
+@ranks(2, patience=2, timeout=40, fresh=True)
+def test_a_rank_that_stops_while_files_are_written_or_read_is_waited_for_as_long_as_the_group_waits(
+    way, tmp_path, monkeypatch
+):
+    model, optimizer = job("ours")
+    yafsdp_cc.save(tmp_path / "step", model, optimizer)
+    store = dist.distributed_c10d._get_default_store()
+
+    def stops(*_, **__):
+        store.wait(["seen"])
+        raise KeyboardInterrupt
+
+    def body():
+        if way == "loads":
+            yafsdp_cc.load(tmp_path / "step", model, optimizer)
+        else:
+            yafsdp_cc.save(tmp_path / "step", model, optimizer, asynchronous="background" in way).result()
+
+    if dist.get_rank() == 1:
+        monkeypatch.setattr(save_module, "CheckpointWriter", stops)
+        monkeypatch.setattr(load_module, "read_into", stops)
+        with pytest.raises(KeyboardInterrupt):
+            body()
+    else:
+        with pytest.raises(RuntimeError, match="no answer from rank 1, which has ended"):
+            body()
+        store.set("seen", "")
+
+
+@ranks(2, patience=2, timeout=60, fresh=True)
+def test_a_disk_may_take_longer_than_the_time_out(tmp_path, monkeypatch):
+    """Of the first rank for its own data and for the table of contents, and of the second one for its part."""
+    monkeypatch.setattr(ranks_module, "TICK", 0.5)
+
+    def wait_before(owner, name, times):
+        goes_on, times = getattr(owner, name), iter([3] * times)
+        monkeypatch.setattr(owner, name, lambda *args: (time.sleep(next(times, 0)), goes_on(*args))[1])
+
+    model, optimizer = job("ours", steps=1)
+    before = contents(model, optimizer)
+    wait_before(files, "write", 2 - 2 * dist.get_rank())
+    wait_before(save_module.FirstRankPlanner, "resolve_data", dist.get_rank())
+    wait_before(reader_module, "check_entry", dist.get_rank())
+    yafsdp_cc.save(tmp_path / "step", model, optimizer, asynchronous=True).result()
+    train(model, optimizer, 1)
+    yafsdp_cc.load(tmp_path / "step", model, optimizer)
+    same(contents(model, optimizer), before)
 
 
 # Beside the model

@@ -40,13 +40,12 @@ from tests.ranks import on_ranks as on_kept_ranks
 from tests.soak import also
 from tests.twins import refusal
 from yafsdp_cc import Compression
-from yafsdp_cc.checkpoint import files
+from yafsdp_cc.checkpoint import files, ranks
 from yafsdp_cc.checkpoint.files import METADATA
 from yafsdp_cc.checkpoint.save import _under_way, wait_for_saves
 from yafsdp_cc.compression.state import mean_estimates
 from yafsdp_cc.fsdp2.module import require_state
 from yafsdp_cc.optim import OneBitAdam
-from yafsdp_cc.rescue import nodes
 from yafsdp_cc.rescue.memory import MEMORY, RunMemory, folder_of_run, locked_by_rank
 from yafsdp_cc.rescue.nodes import Nodes, Transfer, transfer
 
@@ -1093,7 +1092,7 @@ def test_files_go_between_ranks_in_any_pattern(tmp_path: Path) -> None:
 
 def test_a_copy_may_take_longer_than_the_time_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def body() -> None:
-        monkeypatch.setattr(nodes, "_TICK", 0.5)
+        monkeypatch.setattr(ranks, "TICK", 0.5)
         rank, begin = dist.get_rank(), time.monotonic()
         folder = tmp_path / str(rank)
         folder.mkdir()

@@ -299,6 +299,8 @@ def extra_name(rank: int, world: int) -> str:
 
 Present: TypeAlias = "Callable[[str], AbstractContextManager[object]]"
 """Returns a context in which the file of that name is in its folder; entering and leaving it may be collectives."""
+Beside: TypeAlias = "Callable[[], AbstractContextManager[object]]"
+"""Returns a context in which a rank reads or writes for as long as a disk takes, as ``ranks.Ticks.beside`` does."""
 
 
 def extra_readers(

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from yafsdp_cc.checkpoint import compression, files, replicas
-from yafsdp_cc.checkpoint.ranks import by_torch, check_arguments, meet, place_in, together
+from yafsdp_cc.checkpoint.ranks import Ticks, by_torch, check_arguments, meet, place_in, together
 from yafsdp_cc.checkpoint.reader import CheckpointReader, DryPlanner, SafePlanner
 from yafsdp_cc.checkpoint.save import wait_for_saves
 from yafsdp_cc.checkpoint.state import (
@@ -189,7 +189,8 @@ def read_into(state: dict[str, Any], reader: CheckpointReader, group: Group, dry
     stored, parts = reader.stored_names, dict(state)
     if MODEL in state:
         parts[MODEL] = {stored.get(name, name): value for name, value in state[MODEL].items()}
-    with by_torch(f"loading {reader.path}", group) as which:
+    with Ticks(group) as ticks, by_torch(f"loading {reader.path}", group) as which:
+        reader.beside = ticks.beside
         state_dict_loader.load(parts, storage_reader=reader, planner=DryPlanner() if dry else SafePlanner(), **which)
     if MODEL in state:
         state[MODEL] = {name: parts[MODEL][stored.get(name, name)] for name in state[MODEL]}

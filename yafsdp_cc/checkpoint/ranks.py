@@ -7,10 +7,12 @@ import os
 import pickle
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Event, Thread
 from typing import Any, NamedTuple, TypeAlias
 
 import torch.distributed as dist
@@ -22,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from yafsdp_cc.checkpoint.files import version
 from yafsdp_cc.fsdp2.module import ShardedModule, ranks_of_model, require_state, sharded_parts
-from yafsdp_cc.ranks.checks import all_gather_objects, check_settings, named_ranks
+from yafsdp_cc.ranks.checks import all_gather_objects, check_settings, missing_in, named_ranks
 from yafsdp_cc.ranks.groups import group_once, new_group, timeout_of
 from yafsdp_cc.replicas.sync import local_of, sync_of
 
@@ -36,16 +38,15 @@ class Ranks(NamedTuple):
     """Two groups of the same ranks: a save in the background must not mix with other collectives."""
 
     front: Group
-    """Group for the thread that trains; it waits as long as the world's group does."""
+    """Group for the thread that trains."""
     back: Group
-    """Group for reading and writing files, in this thread or another, one save at a time; it waits half an hour or
-    longer, as disks differ in speed."""
+    """Group for reading and writing files, in this thread or another, one save at a time."""
 
 
 def ranks_of(model: nn.Module, *, beside: bool = False) -> Ranks:
     """Return the ranks of a sharded model, or all ranks. The first call is a collective: it makes groups.
 
-    With ``beside`` the back group is one of its own, for a thread beside training, and waits no longer than training.
+    Groups wait as long as the world's group does. With ``beside`` the back group is another one than that of saves.
     """
     if not dist.is_initialized():
         return Ranks((), ())
@@ -57,12 +58,9 @@ def ranks_of(model: nn.Module, *, beside: bool = False) -> Ranks:
     world = dist.group.WORLD
     assert world is not None
     patience = timeout_of(world) or default_pg_timeout
-
-    def group(use: str, timeout: timedelta) -> Group:
-        return (group_once(world, (use, *members), partial(new_group, members, timeout, "gloo")),)
-
-    front = group("front", patience)  # made first: its time-out, the shorter one, tells of ranks that do not come
-    return Ranks(front, group("beside", patience) if beside else group("back", max(patience, default_pg_timeout)))
+    make = partial(new_group, members, patience, "gloo")
+    uses = "front", "beside" if beside else "back"
+    return Ranks(*((group_once(world, (use, *members), make),) for use in uses))
 
 
 def check_arguments(call: str, path: object, model: object) -> None:
@@ -177,6 +175,64 @@ def meet(call: str, model: nn.Module, settings: dict[str, object], *, beside: bo
     return ranks
 
 
+TICK = 2.0
+"""Seconds between the points at which ranks meet while they read, write or move files. No wait is as long as a disk or
+a link then, so that a process group's time-out tells of ranks that hang, however slow those are."""
+
+
+class Ticks:
+    """Lets the ranks of ``group`` meet every ``TICK`` while each of them works on files in ``beside``.
+
+    The thread that meets is made with the object: a program that has come to its end, and waits for a save, can make
+    none. Leave the context at the end, to end the thread.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self._works = SimpleQueue[tuple[Event, Future[None]] | None]()
+        self._thread = Thread(target=self._meet, name="yafsdp_cc.ticks", daemon=True)
+        if place_in(group)[1] > 1:
+            self._thread.start()
+
+    def _meet(self) -> None:
+        while (work := self._works.get()) is not None:
+            is_over, met = work
+            try:
+                told = [False]
+                while not all(told):
+                    is_over.wait(TICK)
+                    told = all_gather_objects(is_over.is_set(), self.group)
+                met.set_result(None)
+            except BaseException as error:
+                met.set_exception(error)
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """Meet the other ranks beside this block, until all have left theirs. A collective, in which others must wait.
+
+        Raises:
+            RuntimeError: a rank has ended or hangs.
+        """
+        is_over, met = Event(), Future[None]()
+        if self._thread.is_alive():
+            self._works.put((is_over, met))
+        else:
+            met.set_result(None)
+        try:
+            yield
+        finally:
+            is_over.set()
+            met.result()
+
+    def __enter__(self) -> Ticks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._thread.is_alive():
+            self._works.put(None)
+            self._thread.join()
+
+
 def place_in(group: Group) -> tuple[int, int]:
     """Return this rank's number, and the number of ranks."""
     return (group[0].rank(), group[0].size()) if group else (0, 1)
@@ -222,7 +278,8 @@ def by_torch(doing: str, group: Group) -> Iterator[dict[str, Any]]:
     Raises:
         pickle.UnpicklingError: on all ranks: a file that one rank read wants code to be run.
         ValueError: on all ranks: a file that one rank read is damaged.
-        RuntimeError: on all ranks: another failure of one rank; or ``group`` was destroyed meanwhile.
+        RuntimeError: on all ranks: another failure of one rank; or a rank has ended or hangs; or ``group`` was
+            destroyed meanwhile.
     """
     try:
         if group and group[0].size() > 1:
@@ -243,3 +300,7 @@ def by_torch(doing: str, group: Group) -> Iterator[dict[str, Any]]:
         kind = _kind(cause)
         text = str(cause) if kind is not RuntimeError else f"{type(cause).__name__}: {cause}"
         raise kind(f"{doing}: rank {rank}: {text}") from cause
+    except RuntimeError as error:
+        if not group or not (missing := missing_in(group[0])) or missing in str(error):
+            raise
+        raise RuntimeError(f"{doing}: {missing} has ended or hangs\n{error}") from error

@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType
 from torch.futures import Future
 
-from yafsdp_cc.checkpoint.files import METADATA, Present, check_entry, load_plain, reading, unsealed
+from yafsdp_cc.checkpoint.files import METADATA, Beside, Present, check_entry, load_plain, reading, unsealed
 from yafsdp_cc.checkpoint.state import MODEL, paths_in, plain_name
 
 if TYPE_CHECKING:
@@ -96,7 +96,8 @@ class CheckpointReader(FileSystemReader):
     ``contents`` is what the checkpoint holds, ``names`` the files of its tensors with their least sizes in bytes,
     ``stored_names`` the names of a model's tensors with wrappers in them, by those without, ``extra_sums`` the CRC-32
     of the ranks' extra files (None: not written down), ``digest`` the SHA-256 of the table of contents, in which each
-    save has an id of its own: ranks with equal digests read the same save.
+    save has an id of its own: ranks with equal digests read the same save. ``beside`` returns the context in which this
+    rank reads its part.
 
     Raises:
         FileNotFoundError: there is no folder ``path``.
@@ -110,6 +111,7 @@ class CheckpointReader(FileSystemReader):
     ) -> None:
         super().__init__(path)
         self._fetch, self.present = fetch, present
+        self.beside: Beside = nullcontext
         table = path / METADATA
         if not table.is_file():
             raise _not_a_checkpoint(path)
@@ -152,13 +154,14 @@ class CheckpointReader(FileSystemReader):
 
         if self._fetch is not None:
             self._fetch({place_of(item)[0] for item in plan.items})
-        for (name, offset, length), items in groupby(sorted(plan.items, key=place_of), key=place_of):
-            file = Path(self.path) / name
-            with reading(file, f", from byte {offset:,} on,"):
-                with nullcontext(self._held[name]) if name in self._held else file.open("rb") as stream:
-                    stream.seek(offset)
-                    content = stream.read(length)
-                self._read_entry(content, list(items), planner)
+        with self.beside():
+            for (name, offset, length), items in groupby(sorted(plan.items, key=place_of), key=place_of):
+                file = Path(self.path) / name
+                with reading(file, f", from byte {offset:,} on,"):
+                    with nullcontext(self._held[name]) if name in self._held else file.open("rb") as stream:
+                        stream.seek(offset)
+                        content = stream.read(length)
+                    self._read_entry(content, list(items), planner)
         done: Future[None] = Future()
         done.set_result(None)
         return done

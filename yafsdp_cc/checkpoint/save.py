@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from yafsdp_cc.checkpoint import compression, files, replicas
 from yafsdp_cc.checkpoint.files import Replacement
 from yafsdp_cc.checkpoint.ranks import (
+    Ticks,
     by_torch,
     check_arguments,
     check_is_apart,
@@ -109,13 +110,13 @@ def save(
     compressed = {**compression.sharded_state(model), **replicas.sharded_state(model)}
     state, content = collect(model, optimizers, extra, compressed, ranks.front)
     if asynchronous:
-        future = _background().submit(_write, target, tree_map(host_copy, state), content, ranks.back)
+        future = _background().submit(_write, target, tree_map(host_copy, state), content, Ticks(ranks.back))
         _under_way.add(future)
         future.add_done_callback(_under_way.discard)
         future.add_done_callback(_log_failure)
         return future
     wait_for_saves()
-    _write(target, state, content, ranks.back)
+    _write(target, state, content, Ticks(ranks.back))
     done: Future[None] = Future()
     done.set_result(None)
     return done
@@ -145,21 +146,22 @@ def wait_for_saves() -> None:
     wait(_under_way.copy())
 
 
-def _write(path: Path, state: dict[str, Any], content: bytes, group: Group) -> None:
-    rank, world = place_in(group)
-    with ExitStack() as stack:
+def _write(path: Path, state: dict[str, Any], content: bytes, ticks: Ticks) -> None:
+    group, (rank, world) = ticks.group, place_in(ticks.group)
+    with ticks, ExitStack() as stack:
         with by_torch(f"saving {path}", group) as which:
-            with together(group):
+            with together(group), ticks.beside():
                 replacement = stack.enter_context(closing(Replacement(path, files.CHECKPOINT))) if rank == 0 else None
             new, *_ = all_gather_objects(None if replacement is None else str(replacement.new), group)
             folder = Path(str(new))
-            with together(group):
+            with together(group), ticks.beside():
                 if not folder.is_dir():
                     raise ValueError(f"does not see {folder}, made by rank 0: choose a path that all ranks share")
                 files.write(folder / files.extra_name(rank, world), content)
-            writer = CheckpointWriter(folder, all_gather_objects(zlib.crc32(content), group), is_shared=True)
+            sums = all_gather_objects(zlib.crc32(content), group)
+            writer = CheckpointWriter(folder, sums, is_shared=True, beside=ticks.beside)
             state_dict_saver.save(state, storage_writer=writer, planner=FirstRankPlanner(), **which)
-        with together(group):
+        with together(group), ticks.beside():
             if replacement is not None:
                 files.write(folder / files.METADATA, writer.table)
                 check_is_apart(path, group)

@@ -6,6 +6,7 @@ import io
 import pickle
 import zlib
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.storage import WriteResult
     from torch.futures import Future
 
+    from yafsdp_cc.checkpoint.files import Beside
+
 
 class CheckpointWriter(FileSystemWriter):
     """torch's writer of a folder; every entry, the extra files and the table of contents get a checksum.
@@ -34,14 +37,17 @@ class CheckpointWriter(FileSystemWriter):
         folder: folder to write to.
         extra_sums: the CRC-32 of each rank's extra file, in rank order.
         is_shared: whether all ranks write to one file system, which must have room for all their tensors.
+        beside: returns the context in which this rank writes its part.
     """
 
     table = b""
     """Table of contents, with its checksum; on rank 0, after the save."""
 
-    def __init__(self, folder: Path, extra_sums: Sequence[int], *, is_shared: bool) -> None:
+    def __init__(
+        self, folder: Path, extra_sums: Sequence[int], *, is_shared: bool, beside: Beside = nullcontext
+    ) -> None:
         super().__init__(folder)
-        self._extra_sums, self._is_shared = list(extra_sums), is_shared
+        self._extra_sums, self._is_shared, self._beside = list(extra_sums), is_shared, beside
         self.transforms: Any = _SummingTransforms()
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -51,7 +57,7 @@ class CheckpointWriter(FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write as torch's writer does, and add the checksum of each entry."""
-        with files.writing(Path(self.path), _bytes(plan)):
+        with self._beside(), files.writing(Path(self.path), _bytes(plan)):
             done = super().write_data(plan, planner)
             if self.transforms.failures:
                 raise self.transforms.failures[0]

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from yafsdp_cc.checkpoint import ranks
 from yafsdp_cc.checkpoint.files import writing
 from yafsdp_cc.checkpoint.ranks import place_in, together
 from yafsdp_cc.ranks.checks import all_gather_objects, named_ranks
@@ -26,9 +27,6 @@ if TYPE_CHECKING:
 _PART = 1 << 19
 """Bytes of one message: some milliseconds of a link of 1 Gbit/s, for which training may have to wait."""
 _TAG = 71
-_TICK = 2.0
-"""Seconds between the points at which ranks that move files meet. No wait is as long as a whole copy then, so that a
-process group's time-out tells of ranks that hang, however slow links are."""
 _PAUSE = 0.002
 """Seconds between questions whether a part may be sent."""
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -175,7 +173,7 @@ def transfer(
             break
         if ending := [rank for rank, (_, is_alive) in enumerate(told) if not is_alive]:
             raise RuntimeError(f"the program of {named_ranks(ending)} ended while files were copied to other nodes")
-        tick = time.monotonic() + _TICK
+        tick = time.monotonic() + ranks.TICK
         while left and time.monotonic() < tick:
             if may_send(gone / total):
                 target, part = left.popleft()
