@@ -19,18 +19,29 @@ import sys
 import tempfile
 import time
 from contextlib import ExitStack, suppress
+from datetime import datetime, timedelta, timezone
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch.distributed import HashStore
 from torch.distributed import run as torchrun
+from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParameters
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    RendezvousSettings,
+    RendezvousTimeout,
+    _BackendRendezvousStateHolder,
+    _NodeDescGenerator,
+)
 
 from tests.cli.command import ROOT, children_of, forking, started, wait_for_line, yafsdp_cc
 from tests.soak import LONG, also
 from yafsdp_cc import __version__
 from yafsdp_cc.config import Setting
-from yafsdp_cc.tools.cli import launch
+from yafsdp_cc.tools.cli import elastic, launch
 
 EXAMPLE = ROOT / "docs/examples/checkpoint.py"
 TWO = ("launch", "--standalone", "--nproc-per-node=2")
@@ -855,6 +866,45 @@ def test_a_rank_that_has_just_ended_can_be_told_to_end(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "agent.py"], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.stdout == "status 1\n", done.stderr
+
+
+def test_a_node_whose_clock_is_another_one_lives_as_long_as_its_heart_beats(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = RendezvousSettings("run", 1, 2, RendezvousTimeout(), timedelta(seconds=1), 5)
+    meeting, passed = C10dRendezvousBackend(HashStore(), "run"), [0.0]
+    monkeypatch.setattr(elastic, "time", SimpleNamespace(monotonic=lambda: passed[0]))
+    one, other = (_BackendRendezvousStateHolder(elastic._OwnClock(meeting), settings, 0) for _ in range(2))
+    nodes = _NodeDescGenerator()
+    here, there = nodes.generate("here"), nodes.generate("there")
+
+    def beats(holder: _BackendRendezvousStateHolder, node: Any, ahead: float) -> set[Any]:
+        holder.sync()
+        holder.state.participants.setdefault(node, 0)
+        holder.state.last_heartbeats[node] = datetime.now(timezone.utc) + timedelta(seconds=ahead)
+        holder.mark_dirty()
+        assert holder.sync()
+        return set(holder.state.participants)
+
+    beats(one, here, 0)
+    for ahead in (-3600, 3600, 3599, -60, 0):
+        passed[0] += 3
+        assert beats(other, there, ahead) == {here, there}
+        assert beats(one, here, 0) == {here, there}
+    passed[0] += 6
+    assert beats(one, here, 0) == {here}
+
+
+def test_launchers_that_have_met_without_enough_nodes_meet_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    settings: Any = {"meets_by": "c10d", "is_here": False, "store_type": "file"}
+    meeting = elastic.FreshStores(
+        RendezvousParameters(elastic.FreshStores.BACKEND, f"{tmp_path}/meeting", "run", 2, 3, "127.0.0.1", **settings)
+    )
+    worlds = iter([1, 1, 2])
+    monkeypatch.setattr(meeting._inner, "next_rendezvous", lambda: RendezvousInfo(HashStore(), 0, next(worlds), None))
+    assert meeting.next_rendezvous().world_size == 2
+    assert "a node was lost while launchers met: meeting again" in capsys.readouterr().err
 
 
 def test_no_rank_outlives_a_killed_launcher(tmp_path: Path) -> None:

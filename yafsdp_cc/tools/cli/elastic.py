@@ -10,6 +10,7 @@ import argparse
 import errno
 import json
 import os
+import pickle
 import re
 import signal
 import socket
@@ -21,13 +22,14 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
+from datetime import datetime, timedelta, timezone
 from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistError
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, RunResult, WorkerGroup, WorkerState
@@ -44,8 +46,8 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStoreInfo,
     rendezvous_handler_registry,
 )
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend, create_backend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, create_handler
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher import api as launcher_api
 from torch.distributed.launcher.api import LaunchConfig
@@ -205,6 +207,44 @@ def _kill_ranks(_signal: int, _frame: FrameType | None) -> None:
     os.write(2, b"yafsdp-cc: interrupted again: killed the ranks that had not ended\n" if children else b"")
 
 
+class _OwnClock(RendezvousBackend):
+    """A backend whose heartbeats, as this node reads them, are as old as their last change that this node has seen.
+
+    torch's launcher takes a node for dead by comparing that node's wall clock with its own: clocks differ, and jump.
+    """
+
+    def __init__(self, backend: RendezvousBackend) -> None:
+        self._backend = backend
+        self._seen: dict[object, tuple[datetime, float]] = {}
+        """For each node the heartbeat that it wrote last, and when this node first read that, by a monotonic clock."""
+        self._shown: dict[object, datetime] = {}
+
+    @property
+    def name(self) -> str:
+        return self._backend.name
+
+    def get_state(self) -> tuple[bytes, Any] | None:
+        found = self._backend.get_state()
+        return found and (self._shown_state(found[0]), found[1])
+
+    def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
+        written = pickle.loads(state)
+        for node, beat in written.last_heartbeats.items():
+            if beat == self._shown.get(node):
+                written.last_heartbeats[node] = self._seen[node][0]
+        found = self._backend.set_state(pickle.dumps(written), token)
+        return found and (self._shown_state(found[0]), *found[1:])
+
+    def _shown_state(self, state: bytes) -> bytes:
+        shown, now = pickle.loads(state), time.monotonic()
+        for node, beat in shown.last_heartbeats.items():
+            if node not in self._seen or self._seen[node][0] != beat:
+                self._seen[node] = beat, now
+            shown.last_heartbeats[node] = datetime.now(timezone.utc) - timedelta(seconds=now - self._seen[node][1])
+        self._shown = shown.last_heartbeats
+        return pickle.dumps(shown)
+
+
 class FreshStores(RendezvousHandler):
     """A rendezvous by one of torch's backends that gives the ranks of each attempt an empty store.
 
@@ -229,7 +269,7 @@ class FreshStores(RendezvousHandler):
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         self._is_static = backend == "static" and not is_here
         self._has_address = params.local_addr is not None
-        self._place = params.endpoint
+        self._place, self._least = params.endpoint, params.min_nodes
         self._attempt = 0
         self._server: TCPStore | None = None
         """Store where ranks meet, if this node serves it: in a first attempt at the user's port, else at a free one."""
@@ -238,14 +278,16 @@ class FreshStores(RendezvousHandler):
             _, port = ("", 0) if "/" in params.endpoint else parse_rendezvous_endpoint(params.endpoint, 29400)
             if is_here and backend == "static":
                 self._server, port = self._meet(lambda: _listening_store("localhost", port)), 0
-            store = None
+            store: Store | None = None
             if is_here and inner.get("store_type", "tcp") == "tcp":
                 # on localhost alone: torch's own store would listen on all interfaces, launchers unpickle its values
                 with suppress(OSError):  # the port is taken: torch's own store joins another run's there
                     store = _listening_store("localhost", port)
-            if store is not None:
-                meeting = C10dRendezvousBackend(store, inner.run_id)
-                self._inner: RendezvousHandler = create_handler(store, meeting, inner)
+            meeting = None if store is None else C10dRendezvousBackend(store, inner.run_id)
+            if meeting is None and backend == "c10d":
+                meeting, store = self._meet(lambda: create_backend(inner), seconds)
+            if meeting is not None and store is not None:
+                self._inner: RendezvousHandler = create_handler(store, _OwnClock(meeting), inner)
             else:
                 self._inner = self._meet(lambda: rendezvous_handler_registry.create_handler(inner), seconds)
         except (ValueError, ImportError) as error:
@@ -291,6 +333,9 @@ class FreshStores(RendezvousHandler):
 
     def _next(self, attempt: int) -> RendezvousInfo:
         info = self._inner.next_rendezvous()
+        while info.world_size < self._least:  # torch removes a node that hangs from those that have met
+            print("yafsdp-cc: a node was lost while launchers met: meeting again", file=sys.stderr)
+            info = self._inner.next_rendezvous()
         place = info.bootstrap_store_info
         # Keep what torch returned if it has no address for the ranks to meet at, and in the first attempt of the static
         # backend, in which they meet at the address that the user gave.
