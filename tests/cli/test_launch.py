@@ -12,6 +12,7 @@ import os
 import pickle
 import random
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -41,6 +42,7 @@ from tests.cli.command import ROOT, children_of, forking, started, wait_for_line
 from tests.soak import LONG, also
 from yafsdp_cc import __version__
 from yafsdp_cc.config import Setting
+from yafsdp_cc.rescue.memory import folder_of_run
 from yafsdp_cc.tools.cli import elastic, launch
 
 EXAMPLE = ROOT / "docs/examples/checkpoint.py"
@@ -866,6 +868,18 @@ def test_a_rank_that_has_just_ended_can_be_told_to_end(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "agent.py"], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.stdout == "status 1\n", done.stderr
+
+
+@pytest.mark.parametrize("status", [0, 3])
+def test_a_launcher_that_comes_behind_the_end_of_a_run_tells_how_that_ended(tmp_path: Path, status: int) -> None:
+    flags = ["--nnodes=1:2", "--rdzv-conf=last_call_timeout=1", f"--rdzv-endpoint={tmp_path}/meeting", "--rdzv-id=7"]
+    name, job = tmp_path.name, alone(tmp_path, f"sys.exit({status})")
+    ran = [yafsdp_cc("launch", *flags, f"--name={name}", job, folder=tmp_path) for _ in range(2)]
+    assert [each.returncode for each in ran] == ([0, 0] if status == 0 else [3, 1])
+    told = f"the run 7 that meets at {tmp_path}/meeting has ended" if status == 0 else "another node has given up"
+    assert told in ran[1].stderr, ran[1].stderr
+    assert status or not folder_of_run(name, "any").parent.exists()
+    shutil.rmtree(folder_of_run(name, "any").parent, ignore_errors=True)
 
 
 def test_a_node_whose_clock_is_another_one_lives_as_long_as_its_heart_beats(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -152,6 +152,9 @@ def _launch(job: _Job, launch: Callable[[], object], parser: argparse.ArgumentPa
                 if signal.getsignal(each) is signal.SIG_DFL:
                     signal.signal(each, self._pass_on)
             result: RunResult = super().run(role)
+            meeting = self._worker_group.spec.rdzv_handler
+            if isinstance(meeting, FreshStores) and not result.is_failed():
+                meeting.set_ended()
             return result
 
         def _pass_on(self, number: int, _frame: FrameType | None) -> None:
@@ -182,7 +185,7 @@ def _launch(job: _Job, launch: Callable[[], object], parser: argparse.ArgumentPa
         parser.error(str(error))
     except (RendezvousError, DistError, UnwritableError) as error:
         print(f"yafsdp-cc: {_first_line(error)}", file=sys.stderr)
-        return 1
+        return 0 if isinstance(error, _EndedError) else 1
     return 0
 
 
@@ -205,6 +208,10 @@ def _kill_ranks(_signal: int, _frame: FrameType | None) -> None:
             with suppress(ProcessLookupError):
                 kill(pid, signal.SIGKILL)
     os.write(2, b"yafsdp-cc: interrupted again: killed the ranks that had not ended\n" if children else b"")
+
+
+class _EndedError(RendezvousError):
+    """Raised in a launcher that comes when the run of the others has come to its good end."""
 
 
 class _OwnClock(RendezvousBackend):
@@ -286,6 +293,7 @@ class FreshStores(RendezvousHandler):
             meeting = None if store is None else C10dRendezvousBackend(store, inner.run_id)
             if meeting is None and backend == "c10d":
                 meeting, store = self._meet(lambda: create_backend(inner), seconds)
+            self._store, self._ended = store, f"yafsdp_cc/ended/{inner.run_id}"
             if meeting is not None and store is not None:
                 self._inner: RendezvousHandler = create_handler(store, _OwnClock(meeting), inner)
             else:
@@ -310,9 +318,9 @@ class FreshStores(RendezvousHandler):
         threading.Thread(target=run, daemon=True).start()
         try:
             return met.result(seconds)
-        except RendezvousGracefulExitError:
+        except _EndedError:
             raise
-        except RendezvousClosedError as error:
+        except (RendezvousClosedError, RendezvousGracefulExitError) as error:
             raise RendezvousError("the launcher of another node has given up: see its output") from error
         except FutureTimeoutError as error:
             reason = f"what listens there has not answered in {seconds} s; is it another program?"
@@ -332,10 +340,16 @@ class FreshStores(RendezvousHandler):
         return info
 
     def _next(self, attempt: int) -> RendezvousInfo:
-        info = self._inner.next_rendezvous()
-        while info.world_size < self._least:  # torch removes a node that hangs from those that have met
-            print("yafsdp-cc: a node was lost while launchers met: meeting again", file=sys.stderr)
+        try:
             info = self._inner.next_rendezvous()
+            while info.world_size < self._least:  # torch removes a node that hangs from those that have met
+                print("yafsdp-cc: a node was lost while launchers met: meeting again", file=sys.stderr)
+                info = self._inner.next_rendezvous()
+        except (RendezvousClosedError, RendezvousGracefulExitError) as error:
+            if attempt or self._store is None or not self._store.check([self._ended]):
+                raise
+            text = f"the run {self.get_run_id()} that meets at {self._place} has ended: another one needs a new place"
+            raise _EndedError(text) from error
         place = info.bootstrap_store_info
         # Keep what torch returned if it has no address for the ranks to meet at, and in the first attempt of the static
         # backend, in which they meet at the address that the user gave.
@@ -369,6 +383,12 @@ class FreshStores(RendezvousHandler):
 
     def get_run_id(self) -> str:
         return self._inner.get_run_id()
+
+    def set_ended(self) -> None:
+        """Tell launchers that come later that this run has come to its good end; ``set_closed`` is for any end."""
+        if self._store is not None:
+            with suppress(RuntimeError):  # the node that serves the store has ended before
+                self._store.set(self._ended, "")
 
     def shutdown(self) -> bool:
         return self._inner.shutdown()
