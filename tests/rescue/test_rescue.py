@@ -40,12 +40,13 @@ from tests.ranks import on_ranks as on_kept_ranks
 from tests.soak import also
 from tests.twins import refusal
 from yafsdp_cc import Compression
-from yafsdp_cc.checkpoint import files, ranks
+from yafsdp_cc.checkpoint import files
 from yafsdp_cc.checkpoint.files import METADATA
 from yafsdp_cc.checkpoint.save import _under_way, wait_for_saves
 from yafsdp_cc.compression.state import mean_estimates
 from yafsdp_cc.fsdp2.module import require_state
 from yafsdp_cc.optim import OneBitAdam
+from yafsdp_cc.rescue import nodes
 from yafsdp_cc.rescue.memory import MEMORY, RunMemory, folder_of_run, locked_by_rank
 from yafsdp_cc.rescue.nodes import Nodes, Transfer, transfer
 
@@ -985,6 +986,33 @@ def test_mistakes_are_told_before_training(tmp_path: Path, message: str, monkeyp
         yafsdp_cc.Rescue(nn.Linear(1, 1), **MISTAKES[message])
 
 
+@pytest.mark.parametrize("shard", [yafsdp_cc.shard, fully_shard])
+def test_two_sharded_models_are_given_as_one(tmp_path: Path, shard: Callable[[nn.Module], nn.Module]) -> None:
+    def body() -> None:
+        os.environ[MEMORY] = str(tmp_path)
+        torch.manual_seed(0)
+        g, d = (shard(nn.Linear(64, 64)) for _ in range(2))
+        opt_g, opt_d = (torch.optim.AdamW(each.parameters()) for each in (g, d))
+        given: tuple[dict[str, Any], ...] = {"D": d}, {"od": opt_d}, {"ema": nn.ModuleList([d])}
+        for each in given:
+            (name, value), said = *each.items(), r"give all models as one, Rescue\(nn.ModuleDict\({'g': G, 'd': D}\), "
+            with pytest.raises(TypeError, match=f"{name} is a {type(value).__name__} of sharded parameters.*{said}"):
+                yafsdp_cc.Rescue(g, opt_g, **each)
+        ends, rescue = [], yafsdp_cc.Rescue(nn.ModuleDict({"g": g, "d": d}), [opt_g, opt_d], every=2)
+        for _ in range(2):
+            for step in range(rescue.restore(), 4):
+                (g(torch.full((2, 64), step + 1.0)) - d(torch.ones(2, 64))).square().mean().backward()
+                for optimizer in (opt_g, opt_d):
+                    optimizer.step()
+                    optimizer.zero_grad()
+                rescue.step()
+            rescue._wait()
+            ends.append([each.full_tensor().detach().clone() for each in (*g.parameters(), *d.parameters())])
+        assert all(map(torch.equal, *ends))
+
+    on_ranks(2, body)
+
+
 def test_other_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(MEMORY, str(tmp_path))
     with pytest.raises(TypeError, match="takes a module, and was given a str"):
@@ -1092,7 +1120,7 @@ def test_files_go_between_ranks_in_any_pattern(tmp_path: Path) -> None:
 
 def test_a_copy_may_take_longer_than_the_time_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def body() -> None:
-        monkeypatch.setattr(ranks, "TICK", 0.5)
+        monkeypatch.setattr(nodes, "TICK", 0.5)
         rank, begin = dist.get_rank(), time.monotonic()
         folder = tmp_path / str(rank)
         folder.mkdir()

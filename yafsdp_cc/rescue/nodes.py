@@ -14,15 +14,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from yafsdp_cc.checkpoint import ranks
 from yafsdp_cc.checkpoint.files import writing
-from yafsdp_cc.checkpoint.ranks import place_in, together
+from yafsdp_cc.checkpoint.ranks import TICK, Group, place_in, together
 from yafsdp_cc.ranks.checks import all_gather_objects, named_ranks
 
 if TYPE_CHECKING:
     import torch.distributed as dist
-
-    from yafsdp_cc.checkpoint.ranks import Group
 
 _PART = 1 << 19
 """Bytes of one message: some milliseconds of a link of 1 Gbit/s, for which training may have to wait."""
@@ -173,7 +170,7 @@ def transfer(
             break
         if ending := [rank for rank, (_, is_alive) in enumerate(told) if not is_alive]:
             raise RuntimeError(f"the program of {named_ranks(ending)} ended while files were copied to other nodes")
-        tick = time.monotonic() + ranks.TICK
+        tick = time.monotonic() + TICK
         while left and time.monotonic() < tick:
             if may_send(gone / total):
                 target, part = left.popleft()

@@ -44,7 +44,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from yafsdp_cc.checkpoint import compression, files
 from yafsdp_cc.checkpoint.files import METADATA
 from yafsdp_cc.checkpoint.load import load, load_from
-from yafsdp_cc.checkpoint.ranks import by_torch, check_is_one_model, check_is_one_value, meet, place_in, together
+from yafsdp_cc.checkpoint.ranks import Ranks, by_torch, check_is_one_model, check_is_one_value, meet, place_in, together
 from yafsdp_cc.checkpoint.reader import CheckpointReader
 from yafsdp_cc.checkpoint.save import collect, save, wait_for_saves
 from yafsdp_cc.checkpoint.state import as_sequence, host_copy, unwrapped
@@ -56,7 +56,6 @@ from yafsdp_cc.rescue.memory import MEMORY, folder_of_run, locked_by_rank
 from yafsdp_cc.rescue.nodes import LostError, Nodes, Transfer, copy_to_buddies, fetch, files_in
 
 if TYPE_CHECKING:
-    from yafsdp_cc.checkpoint.ranks import Ranks
     from yafsdp_cc.checkpoint.state import Optimizers
     from yafsdp_cc.engine.param_group import GroupContext
 
@@ -88,7 +87,7 @@ class Rescue:
         **states: objects with ``state_dict`` and ``load_state_dict``, such as schedulers and loaders, and generators.
 
     Raises:
-        TypeError: one of ``states`` has no state, or ``model`` is no module.
+        TypeError: one of ``states`` has no state, or is a sharded model; or ``model`` is no module.
         ValueError: ``every`` or ``save_every`` is no number of steps, or there is no memory that outlives a process.
     """
 
@@ -118,6 +117,13 @@ class Rescue:
         for name, each in states.items():
             if name in (STEPS, RANDOM, "asynchronous"):
                 raise ValueError(f"Rescue gives save() something of its own as '{name}': choose another name")
+            held = [*each.parameters()] if isinstance(each, nn.Module) else []
+            held += [p for group in each.param_groups for p in group["params"]] if isinstance(each, Optimizer) else []
+            if any(isinstance(parameter, DTensor) for parameter in held):
+                raise TypeError(
+                    f"{name} is a {type(each).__name__} of sharded parameters, and states by name are each rank's own: "
+                    "give all models as one, Rescue(nn.ModuleDict({'g': G, 'd': D}), [opt_g, opt_d])"
+                )
             if isinstance(each, torch.Generator):
                 self._states[name] = each.get_state, each.set_state
             elif hasattr(each, "state_dict") and hasattr(each, "load_state_dict"):
@@ -222,8 +228,7 @@ class Rescue:
         all_gather_objects(None, ranks.back)
         if snapshot and len(self._nodes.members) > 1:  # another node may be lost before the next snapshot
             folder = self._folder / snapshot
-            given = files_in(folder), folder, self._nodes, ranks.back, self._may_send
-            self._job = _in_thread(copy_to_buddies, *given)
+            self._job = _in_thread(copy_to_buddies, files_in(folder), folder, self._nodes, ranks.back, self._may_send)
         is_later = any(each.parents[1] != self._folder for each in self._run.glob(f"*/step-*/{METADATA}"))
         if self._nodes.rank == 0 and (source or lost or is_later):
             again = f"; steps {steps + 1} to {lost} are made again" if lost > steps else ""
