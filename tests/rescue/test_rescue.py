@@ -1134,6 +1134,27 @@ def test_a_copy_may_take_longer_than_the_time_out(tmp_path: Path, monkeypatch: p
     on_ranks(3, body, patience=2.0)
 
 
+def test_the_rank_that_does_not_come_to_a_snapshot_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def body() -> None:
+        os.environ[MEMORY] = str(tmp_path)
+        rescue = yafsdp_cc.Rescue(nn.Linear(1, 1), every=2)
+        rescue.restore()
+        is_silent, store = dist.get_rank() == 1, dist.distributed_c10d._get_default_store()
+        if is_silent:
+            monkeypatch.setattr(rescue, "_write", lambda *_: None)
+        rescue.step()
+        if is_silent:
+            store.wait(["seen"])
+        else:
+            with pytest.raises(
+                RuntimeError, match=r"the snapshot behind step 1 .*: no answer from rank 1, which has ended"
+            ):
+                rescue._wait()
+            store.set("seen", "")
+
+    on_ranks(2, body, patience=2.0)
+
+
 def test_a_program_that_ends_waits_for_no_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Training of rank 0 communicates for good, as with a rank that has raised: the part is never sent."""
 
