@@ -64,6 +64,8 @@ class RunMemory:
         self._is_alone = not run_id
         self._folder = folder_of_run(name, run_id or secrets.token_hex(8))
         self._lock: IO[bytes] | None = None
+        self.was_left = self._folder.is_dir()
+        """Whether an earlier launcher of this run was killed on this node."""
         if not _ROOT.is_dir():
             return
         for folder in _ROOT.glob(f"yafsdp_cc-{os.getuid()}-*/*/"):

@@ -17,6 +17,7 @@ import socket
 import sys
 import tempfile
 import threading
+import time
 import uuid
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -79,9 +80,9 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser, folder: Pa
             chosen = options.local_ranks_filter
             shown = {int(rank) for rank in chosen.split(",")} if chosen else None
             config.logs_specs = logs = RankLogs(folder, errors, shown, title)
-        job = _Job(folder, logs, "" if config.max_nodes == 1 else " on this node", [])
         place = config.rdzv_endpoint
         memory, status = RunMemory(options.name, "" if place == ALONE else f"{config.run_id}-{place}"), 1
+        job = _Job(folder, logs, "" if config.max_nodes == 1 else " on this node", memory.was_left, [])
         try:
             status = _launch(job, launch, parser)
             return status
@@ -100,6 +101,8 @@ class _Job(NamedTuple):
     folder: Path
     logs: RankLogs | None
     where: str
+    is_again: bool
+    """Whether an earlier launcher of this node took part."""
     left: list[int]
     """Ranks of this node that had ended with status 0 when torch's agent last looked."""
 
@@ -185,7 +188,7 @@ def _launch(job: _Job, launch: Callable[[], object], parser: argparse.ArgumentPa
         parser.error(str(error))
     except (RendezvousError, DistError, UnwritableError) as error:
         print(f"yafsdp-cc: {_first_line(error)}", file=sys.stderr)
-        return 0 if isinstance(error, _EndedError) else 1
+        return 0 if isinstance(error, _EndedError) and job.is_again else 1
     return 0
 
 
