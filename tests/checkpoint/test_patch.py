@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import yafsdp_cc
 from tests.models import Transformer
@@ -126,6 +127,19 @@ def test_the_first_rank_sends_what_is_not_sharded(tmp_path):
     patch.save(tmp_path / "patch")
     received(weights, tmp_path / "patch")
     assert weights["head.weight"].equal(model.head.weight.bfloat16())
+
+
+@ranks(2)
+def test_ignored_experts_and_what_is_on_the_meta_device_are_in_no_patch():
+    model = seeded(Transformer)
+    mesh = init_device_mesh("cpu", (2,))
+    model.experts = torch.nn.Parameter(distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)]))
+    model.absent = torch.nn.Parameter(torch.empty(3, device="meta"), requires_grad=False)
+    yafsdp_cc.shard(model, ignored_params=[model.experts, model.absent])
+    yafsdp_cc.weight_patch(model)
+    with torch.no_grad():
+        model.experts.mul_(2.0)
+    assert yafsdp_cc.weight_patch(model).tensors == {}
 
 
 @ranks(1)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import DTensor, Replicate
 
 from yafsdp_cc.checkpoint.state import plain_name, unwrapped
 from yafsdp_cc.forms.subclasses import PLAIN, check_plain
@@ -88,10 +88,11 @@ def weight_patch(model: nn.Module, *, dtype: torch.dtype = torch.bfloat16) -> We
     """Return all changes of this rank's weights, cast to ``dtype``, since the last patch, bit for bit.
 
     The patches of all ranks together are the model's; weights that several ranks hold are in the patch of the first
-    one, and so are ignored parameters, except frozen ones of tensor subclasses. The first call after each ``shard``
-    stores the weights and returns an empty patch, of ``model_version`` 0: send whole weights to receivers then, as from
-    ``save_safetensors``. A copy of this rank's shards in ``dtype`` is kept, and one parameter is cast at a time. Not a
-    collective; with ``sync`` it calls ``synchronize_replicas``, and each replica has the patches of a whole model.
+    one, and so are ignored parameters. Ignored DTensors, such as experts, frozen tensor subclasses, and what is on the
+    meta device are in no patch: send them whole. The first call after each ``shard`` stores the weights and returns an
+    empty patch, of ``model_version`` 0: send whole weights to receivers then, as from ``save_safetensors``. A copy of
+    this rank's shards in ``dtype`` is kept, and one parameter is cast at a time. Not a collective; with ``sync`` it
+    calls ``synchronize_replicas``, and each replica has the patches of a whole model.
 
     Args:
         model: the model that was passed to ``shard``; its floating-point parameters are compared, its buffers are not.
@@ -115,8 +116,10 @@ def weight_patch(model: nn.Module, *, dtype: torch.dtype = torch.bfloat16) -> We
     parts: list[tuple[str, Tensor, ShardSpec | None, bool]]
     parts = [(param.spec.name, param.local, param.spec, _sends(param)) for param in state.params]
     sharded, is_first = {id(param.parameter) for param in state.params}, is_first_of_model(state)
-    ignored = ((name, each) for name, each in model.named_parameters() if id(each) not in sharded)
-    parts += [(name, each, None, is_first) for name, each in ignored if each.requires_grad or type(each) in PLAIN]
+    for name, each in model.named_parameters():
+        is_sent = type(each) in PLAIN or (each.requires_grad and not isinstance(each, DTensor))
+        if is_sent and id(each) not in sharded and not each.is_meta:
+            parts.append((name, each, None, is_first))
     for full_name, local, *_ in parts:
         check_plain(f"'{full_name}'", local, "weight_patch", "send what yafsdp_cc.full_state_dict gives")
     tensors: dict[str, Tensor] = {}
