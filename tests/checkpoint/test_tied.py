@@ -32,6 +32,8 @@ def of_nan(folder):
     model, _ = job("ours", tied=True)
     model.register_buffer("mask", torch.tensor([0.0, float("nan")]))
     model.blocks.register_buffer("mask", model.mask)
+    model.register_buffer("phases", torch.tensor([1j, complex(0.0, float("nan"))]))
+    model.blocks.register_buffer("phases", model.phases)
     with torch.no_grad():
         model.embed.weight.mul_(float("nan"))
     yafsdp_cc.save(folder / "nan", model)

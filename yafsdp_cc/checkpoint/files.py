@@ -383,8 +383,9 @@ def same(a: Any, b: Any) -> bool:
             return False
         if a.layout is not torch.strided:
             a, b = a.to_dense(), b.to_dense()
-        is_float = a.is_floating_point()
-        return bool(a.equal(b) or (is_float and a.double().allclose(b.double(), 0, 0, equal_nan=True)))
+        if a.is_complex():
+            a, b = (torch.view_as_real(each.resolve_conj()) for each in (a, b))
+        return bool(a.equal(b) or (a.is_floating_point() and a.double().allclose(b.double(), 0, 0, equal_nan=True)))
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
     if isinstance(a, (list, tuple)):
