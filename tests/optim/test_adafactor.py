@@ -165,6 +165,14 @@ def test_in_half_precision_and_refused() -> None:
     for parameter, whole_one in zip(model.parameters(), plain.parameters(), strict=True):
         assert optimizer.state[parameter].get("row_var", torch.zeros(1)).dtype == torch.float32
         assert (whole(parameter).float() - whole_one.bfloat16().float()).abs().max() <= 2**-7 * whole_one.abs().max()
+    half = torch.optim.Adafactor(seeded(Shapes).bfloat16().parameters())
+    for each in half.param_groups[0]["params"]:
+        each.grad = torch.ones_like(each)
+    half.step()
+    optimizer.load_state_dict(half.state_dict())
+    assert optimizer.state[model.number]["variance"].dtype == torch.float32
+    assert whole(optimizer.state[model.number]["variance"]) == 1
+    optimizer.step()
     with pytest.raises(ValueError, match=r"parameter \[3, 21, 17\] that is not sharded|is not sharded"):
         yafsdp_cc.optim.Adafactor(plain.parameters())
     with pytest.raises(NotImplementedError, match=r"torch.optim.Adafactor takes means .*yafsdp_cc.optim.Adafactor has"):

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from yafsdp_cc.optim.one_bit import grad_of, keep_dtypes, local_of, loss_of, width_of
 from yafsdp_cc.ranks.mesh import all_reduce_over
-from yafsdp_cc.tensor.dtensor import FlatDTensor, flat_dtensor, summand_of
+from yafsdp_cc.tensor.dtensor import FlatDTensor, summand_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -100,8 +100,8 @@ class Adafactor(torch.optim.Adafactor):
                     state[name] = state[name].full_tensor()
             variance = state.get("variance")
             if variance is not None and not isinstance(variance, FlatDTensor):
-                spec = cast("FlatDTensor", parameter).shard_spec
-                state["variance"] = flat_dtensor(spec.local_of_full(variance).clone(), spec)
+                state["variance"] = torch.zeros_like(parameter, dtype=width_of(parameter))
+                local_of(state["variance"]).copy_(cast("FlatDTensor", parameter).shard_spec.local_of_full(variance))
 
 
 class _Member:
