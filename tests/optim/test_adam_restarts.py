@@ -238,12 +238,20 @@ def test_a_checkpoint_s_moments_have_the_dtype_that_its_reader_computes_in(tmp_p
         model = yafsdp_cc.shard(Slopes().to(dtype), units=[Slope], compression=Compression("onebit", block=BLOCK))
         return model, kind(model.parameters(), **SETTINGS, **settings)
 
-    for dtype, kinds in ((torch.bfloat16, (OneBitAdam, torch.optim.AdamW)), (torch.float32, (InBf16, OneBitAdam))):
-        jobs = [made(dtype, kind, **({"warmup_steps": 5} if kind is OneBitAdam else {})) for kind in kinds]
+    for dtype, *kinds in (
+        (torch.bfloat16, OneBitAdam, OwnAdamW),
+        (torch.bfloat16, OneBitAdam, torch.optim.AdamW),
+        (torch.float32, InBf16, OneBitAdam),
+    ):
+        jobs: list[Any] = [made(dtype, kind, **({"warmup_steps": 5} if kind is OneBitAdam else {})) for kind in kinds]
         train(*jobs[0], dtype)
         yafsdp_cc.save(tmp_path / "step", *jobs[0])
         yafsdp_cc.load(tmp_path / "step", *jobs[1])
         assert train(*jobs[1], dtype) == {dtype}
+
+
+class OwnAdamW(torch.optim.AdamW):
+    """A user's class that steps as torch's does."""
 
 
 class InBf16(torch.optim.Optimizer):

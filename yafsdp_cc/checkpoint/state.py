@@ -211,7 +211,7 @@ def restore_optimizers(
         optimizer.load_state_dict({"state": state, "param_groups": param_groups})
         if isinstance(optimizer, (OneBitOptimizer, MatrixOptimizer, Adafactor)):
             continue
-        is_torchs = type(optimizer).__module__.startswith("torch.optim")
+        is_torchs = type(optimizer).step.__module__.startswith("torch.optim")
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         for number, values in state.items():
             held, uncast = optimizer.state[parameters[number]], partial(_uncast, dtypes.get(names[number]))
