@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 import yafsdp_cc
 from tests.internals import mean_residuals_of, phase_of
@@ -264,6 +265,58 @@ class InBf16(torch.optim.Optimizer):
         for parameter in self.param_groups[0]["params"]:
             moments = {name: parameter.grad.bfloat16() for name in ("exp_avg", "exp_avg_sq")}
             self.state[parameter] = {"step": torch.tensor(1.0), **moments}
+
+
+class Scaled(nn.Linear):
+    """With a parameter that has no dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8, bias=False, dtype=torch.bfloat16)
+        self.scale = nn.Parameter(torch.ones((), dtype=torch.bfloat16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale
+
+
+@ranks(2)
+def test_a_checkpoint_s_state_has_the_dtypes_that_torch_s_optimizers_have_given_it(tmp_path: Any) -> None:
+    """Those of gradients in fp32 of parameters in bf16, and fp32 of numbers of a parameter without dimensions."""
+
+    def made(kind: Any, is_sharded: bool, **settings: Any) -> tuple[Any, Any]:
+        torch.manual_seed(0)
+        model = Scaled() if kind in (torch.optim.NAdam, torch.optim.ASGD) else nn.Linear(8, 8, False).bfloat16()
+        for each in () if isinstance(model, Scaled) else model.parameters():
+            each.grad_dtype = torch.float32
+        model = yafsdp_cc.shard(model) if is_sharded else model
+        return model, kind(model.parameters(), lr=0.05, **settings)
+
+    def train(model: Any, optimizer: Any, steps: range) -> None:
+        for step in steps:
+            model(torch.randn(4, 8, generator=torch.Generator().manual_seed(step)).bfloat16()).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def held(model: Any, optimizer: Any) -> list[Tensor]:
+        values = [each for state in optimizer.state.values() for each in state.values()]
+        return [getattr(each, "_local_tensor", each).detach() for each in (*model.parameters(), *values)]
+
+    for kind, is_sharded, settings in (
+        (torch.optim.SGD, True, {"momentum": 0.9}),
+        (torch.optim.Rprop, True, {}),
+        (torch.optim.Muon, False, {}),
+        (torch.optim.Adafactor, False, {}),
+        (torch.optim.NAdam, True, {}),
+        (torch.optim.ASGD, True, {"t0": 0, "lambd": 0.1}),
+    ):
+        one, other = (made(kind, is_sharded, **settings) for _ in range(2))
+        train(*one, range(5))
+        yafsdp_cc.save(tmp_path / kind.__name__, *one)
+        yafsdp_cc.load(tmp_path / kind.__name__, *other)
+        for _ in range(2):
+            for a, b in zip(held(*one), held(*other), strict=True):
+                assert (a.dtype, a.tolist()) == (b.dtype, b.tolist()), kind
+            for run in (one, other):
+                train(*run, range(5, 8))
 
 
 @ranks(2)

@@ -193,7 +193,8 @@ def restore_optimizers(
 
     torch's ``load_state_dict`` casts state to its parameter's dtype. State that had another dtype than its parameter,
     whose dtype in the checkpoint ``dtypes`` has by name, keeps its own, except in optimizers of this package, which
-    choose dtypes themselves, and in torch's, which can use no other than the parameter's but for numbers.
+    choose dtypes themselves, and in those with a step of torch's, which can use none but the parameter's and its
+    ``grad_dtype`` (any, if that is None), except for numbers.
     """
     groups = defaultdict[tuple[str, ...], list[dict[str, Any]]](list)  # several may have no parameters
     for group in saved["param_groups"]:
@@ -214,16 +215,19 @@ def restore_optimizers(
         is_torchs = type(optimizer).step.__module__.startswith("torch.optim")
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         for number, values in state.items():
-            held, uncast = optimizer.state[parameters[number]], partial(_uncast, dtypes.get(names[number]))
+            held, grad_dtype = optimizer.state[parameters[number]], parameters[number].grad_dtype if is_torchs else None
             for key in values.keys() & held.keys() - {"step"}:
-                is_cast = is_torchs and (getattr(held[key], "ndim", False) or not parameters[number].ndim)
-                if not is_cast and tree_structure(held[key]) == tree_structure(values[key]):
-                    held[key] = tree_map(uncast, held[key], values[key])
+                is_number = is_torchs and key in ("mu_product", "eta", "mu")  # NAdam's and ASGD's, in fp32 at least
+                rule = (None, None) if is_number else (dtypes.get(names[number]), grad_dtype)
+                if tree_structure(held[key]) == tree_structure(values[key]):
+                    held[key] = tree_map(partial(_uncast, *rule), held[key], values[key])
 
 
-def _uncast(dtype: torch.dtype | None, held: Any, saved: Any) -> Any:
-    """Return ``held``, which torch has made of ``saved``, in the dtype of ``saved`` unless that is ``dtype``."""
-    if not (isinstance(held, Tensor) and isinstance(saved, Tensor)) or saved.dtype in (dtype, held.dtype):
+def _uncast(dtype: torch.dtype | None, only: torch.dtype | None, held: Any, saved: Any) -> Any:
+    """Return ``held``, torch's copy of ``saved``, in its dtype if that is ``only``; if None, unless it is ``dtype``."""
+    if not (isinstance(held, Tensor) and isinstance(saved, Tensor)) or saved.dtype == held.dtype:
+        return held
+    if saved.dtype != only if only else saved.dtype == dtype:
         return held
     return torch.empty_like(held, dtype=saved.dtype).copy_(saved)
 
