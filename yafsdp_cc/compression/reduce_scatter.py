@@ -263,6 +263,7 @@ class CompressedSum(Collective):
         if self.factors is not None and self._encoded_in is self.schedule.backward:
             self.context.record("factors restarted", self.flat.name)  # those of some ranks may be a message ahead
             self.factors.restart()
+            self._encoded_in = None  # a rank that alone resets once more has nothing to restart
         if not self._is_decoded:
             # A sender may count a message as sent that no receiver has added to its estimate: all ranks clear both.
             self.context.record("estimates dropped", self.flat.name)
@@ -270,7 +271,7 @@ class CompressedSum(Collective):
 
     def clear(self) -> None:
         """Clear residual, deferred gradients, estimate and factors. All ranks do, with no reduce in flight."""
-        self._is_decoded, self.is_unused = True, False
+        self._is_decoded, self.is_unused, self._encoded_in = True, False, None
         if self.factors is not None:
             self.factors.restart()
         self._drop_deferred()
