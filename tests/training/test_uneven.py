@@ -250,17 +250,19 @@ def _assert_equal_grads(model: nn.Module, plain: nn.Module) -> None:
 
 @ranks(2)
 def test_a_loop_within_a_loop_leaves_its_weight() -> None:
-    """An evaluation amid training, by the same ``uneven`` or a helper's own, to its end or to a ``break``."""
+    """An evaluation amid training, by the same ``uneven`` or a helper's own, to its end or to a ``break``, also where
+    a progress bar holds it."""
     rank = dist.get_rank()
     for is_helper, breaks in product((False, True), repeat=2):
         model, plain = yafsdp_cc.shard(seeded(Mlp)), seeded(Mlp)
         with yafsdp_cc.uneven(model) as batches:
             for step, batch in enumerate(batches(_batches(rank, step) for step in range(COUNTS[2][rank]))):
                 with torch.no_grad(), yafsdp_cc.uneven(model) if is_helper else nullcontext(batches) as inner:
-                    for turn, each in enumerate(inner(inputs()[: 1 + rank])):
+                    bar = inner(inputs()[: 1 + rank])
+                    for turn, each in enumerate(bar):
                         assert inner.weight == (1 if turn == 0 else 2 * rank)
                         model(each)
-                        if breaks:
+                        if breaks and turn == 1:
                             break
                 _adds(model, plain, batch, step)
             assert batches.weight == 1
@@ -270,19 +272,46 @@ def test_a_loop_within_a_loop_leaves_its_weight() -> None:
 
 @ranks(2)
 def test_two_loops_over_one_iterator() -> None:
-    """The second goes on where the first was left, and the first, freed amid the second, weighs nothing."""
+    """The second goes on where the first was left, and the first, held or freed amid the second, weighs nothing."""
+    rank = dist.get_rank()
+    for is_held, is_one_object in ((False, False), (True, False), (True, True)):
+        model, plain = yafsdp_cc.shard(seeded(Mlp)), seeded(Mlp)
+        own = iter([_batches(rank, step) for step in range(COUNTS[2][rank])])
+        with yafsdp_cc.uneven(model) as batches:
+            first: Any = batches(own)
+            turns = first if is_held else iter(first)
+            for step, batch in enumerate(turns):
+                _adds(model, plain, batch, step)
+                if step == 1:
+                    break
+            for batch in first if is_one_object else batches(own):
+                step, turns = step + 1, turns if is_held else None
+                _adds(model, plain, batch, step)
+            assert batches.weight == 1
+        assert step == 2
+        _assert_equal_grads(model, plain)
+
+
+@ranks(2)
+def test_batches_taken_by_next() -> None:
+    """A batch keeps its weight behind an evaluation, until the next one is taken; not in another block."""
     model, plain, rank = yafsdp_cc.shard(seeded(Mlp)), seeded(Mlp), dist.get_rank()
-    own = iter([_batches(rank, step) for step in range(COUNTS[2][rank])])
     with yafsdp_cc.uneven(model) as batches:
-        first: Any = batches(own)
-        for batch in first:
-            _adds(model, plain, batch, 0)
+        own = batches(_batches(rank, step) for step in range(COUNTS[2][rank]))
+        for step in range(2):
+            batch = next(own)
+            for each in batches(inputs()[: 1 + rank]):
+                model(each)
+            _adds(model, plain, batch, step)
+        for batch in own:
+            _adds(model, plain, batch, 2)
             break
-        for step, batch in enumerate(batches(own)):
-            first = None
-            _adds(model, plain, batch, 1 + step)
-    assert step == 1
+        taken = batches(inputs())
+        next(taken)
     _assert_equal_grads(model, plain)
+    for each in (own, taken):
+        with pytest.raises(RuntimeError, match=r"or after the block, .* own = iter"), yafsdp_cc.uneven(model):
+            next(each)
 
 
 @ranks(2)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import copy
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -38,84 +39,78 @@ class UnevenBatches:
         self._found = [(param, param.factor) for state in states for param in state.params]
         """Parameters, with the factors that the loop of another ``uneven``, around this one, has given them."""
         self._begun = 0
-        self._open: list[int] = []
-        """Numbers of the loops that have begun and not ended. Those left by ``break`` stay: when Python frees them, and
-        so tells of it, may differ between ranks."""
-        self._weigh(1.0)
+        self._open = {0: 1.0}
+        """Weights of the block, number 0, and of the loops in it, the innermost last. A loop that was left stays until
+        Python frees it, or one around it goes on."""
+        self._weigh()
 
     def __call__(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Yield this rank's ``batches``, then its last one again with weight 0, until the batches of all ranks have
         ended.
 
         Each turn of the loop is a collective of three numbers. A rank without batches gets the first one of another
-        rank. Within the loop may be another one, an evaluation for example; behind that the outer weight holds again.
+        rank. Within the loop may be another one, an evaluation for example; behind that, also by ``break``, the outer
+        weight holds again. The weight of a batch that was taken by ``next`` holds until the next one is.
 
         Raises:
             RuntimeError: other ranks have left the loop by ``break``, or because their ``batches`` have raised; or the
-                loop goes on after one around it has, by ``zip`` for example.
+                loop goes on after one around it has, by ``zip`` for example, or after the block has ended.
         """
-        own = chain.from_iterable([batches])  # its first batch calls ``iter``, which may raise on one rank
-        last: Batch | None = None
-        is_first = has_ended = True
-        outer, self._begun = self.weight, self._begun + 1
-        number = self._begun
-        self._open.append(number)
+        # The first batch of a chain calls ``iter``, which may raise on one rank.
+        return _Loop(partial(self._turns, chain.from_iterable([batches]), []))
+
+    def _turns(self, own: Iterator[Batch], last: list[Batch]) -> Iterator[Batch]:
+        """Yield batches of ``own``, then ``last``, which is empty until all ranks have a batch."""
+        self._begun = number = self._begun + 1
+        if self._open:  # else the block has ended
+            self._open[number] = self.weight
         try:
             while True:
                 check_outside_of_block("the loop over uneven batches")
                 if number not in self._open:
                     raise RuntimeError(
-                        "two loops over uneven batches take turns, and a gradient has one weight: zip the data, as in "
-                        "batches(zip(images, texts)), or put one loop within the other"
+                        "this loop over uneven batches goes on after one around it has, or after the block, and a "
+                        "gradient has one weight: zip the data, as in batches(zip(images, texts)), put one loop within "
+                        "the other, or go on with the data, own = iter(loader), by another batches(own)"
                     )
-                self._open = self._open[: self._open.index(number) + 1]
-                batch = self._next_of(own)
+                for inner in sorted(self._open):
+                    if inner > number:
+                        self._open.pop(inner, None)
+                try:
+                    batch = next(own, _END)
+                except Exception:
+                    with suppress(RuntimeError):
+                        self._count(0)  # tells the other ranks
+                    raise
                 has_data = batch is not _END
-                count = self._count(has_data)
+                count = self._count(number, has_data)
                 if not count:
                     return
-                if is_first and count < self._mesh.size():
-                    last = _offered(batch, has_data, all_groups(self._mesh))
-                last = tree_map(_copied, batch, is_leaf=_is_row) if has_data else last
-                is_first = has_ended = False
-                self._weigh(self._mesh.size() / count if has_data else 0.0)
-                yield batch if has_data else tree_map(_copied, last, is_leaf=_is_row)
-                has_ended = True
+                if not last and count < self._mesh.size():
+                    last[:] = [_offered(batch, has_data, all_groups(self._mesh))]
+                if has_data:
+                    last[:] = [tree_map(_copied, batch, is_leaf=_is_row)]
+                self._open[number] = self._mesh.size() / count if has_data else 0.0
+                self._weigh()
+                yield batch if has_data else tree_map(_copied, last[0], is_leaf=_is_row)
         finally:
-            if self._open[-1:] == [number]:  # else Python frees a loop that was left, perhaps amid another one
-                self._weigh(outer)
-                if has_ended:
-                    self._open.pop()
+            if self._open.pop(number, None) is not None:
+                self._weigh()
 
-    def _weigh(self, weight: float) -> None:
-        self.weight = weight
+    def _weigh(self) -> None:
+        self.weight = [1.0, *self._open.values()][-1]
         for param, _ in self._found:
-            param.factor = weight
-
-    def leave(self) -> None:
-        """Tell the other ranks if this one has left a loop before its end; raise if they have not left it."""
-        if self._open:
-            self._count(False, has_left=True)
+            param.factor = self.weight
 
     def end(self) -> None:
         """Give the parameters the factors that they had before, whichever loops were left."""
         self._open.clear()
-        self._weigh(1.0)
+        self._weigh()
         for param, factor in self._found:
             param.factor = factor
 
-    def _next_of(self, batches: Iterator[Any]) -> Any:
-        """Return the next of ``batches``, or ``_END``; after an error, tell the other ranks of it."""
-        try:
-            return next(batches, _END)
-        except Exception:
-            with suppress(RuntimeError):
-                self._count(False, has_left=True)
-            raise
-
-    def _count(self, has_data: bool, *, has_left: bool = False) -> int:
-        """Return the number of ranks with a batch; raise if some ranks, but not all, have left the loop."""
-        place = 2 * self._open[-1] + has_left
+    def _count(self, place: int, has_data: bool = False) -> int:
+        """Return the number of ranks with a batch; raise unless all are at one place: a loop's number, or 0."""
         numbers = torch.tensor([has_data, place, place**2], device=self._mesh.device_type)
         all_reduce_over(all_groups(self._mesh), numbers, dist.ReduceOp.SUM, self._mesh)
         count, total, squares = map(int, numbers.tolist())
@@ -128,6 +123,22 @@ class UnevenBatches:
 
 
 _END: Any = object()
+
+
+class _Loop(Iterator[Batch]):
+    """Batches of a generator that ``for`` alone holds, so that a ``break`` frees it, whoever holds this object."""
+
+    def __init__(self, begin: Callable[[], Iterator[Batch]]) -> None:
+        self._begin = begin
+        self._taken: Iterator[Batch] | None = None  # by ``next``, not ``for``
+
+    def __iter__(self) -> Iterator[Batch]:
+        taken, self._taken = self._taken, None
+        return taken or self._begin()
+
+    def __next__(self) -> Batch:
+        self._taken = iter(self)
+        return next(self._taken)
 
 
 def _offered(batch: Any, has_data: bool, across: Sequence[dist.ProcessGroup]) -> Any:
@@ -215,7 +226,7 @@ def uneven(model: nn.Module, *others: nn.Module) -> Iterator[UnevenBatches]:
             ignored.requires_grad_(is_trained)
     try:
         yield batches
-        batches.leave()
+        batches._count(0)
     finally:
         batches.end()
         for hook in hooks:
