@@ -315,6 +315,26 @@ def test_batches_taken_by_next() -> None:
 
 
 @ranks(2)
+def test_an_ignored_parameter_has_the_weight_of_the_innermost_loop() -> None:
+    """Beside it is one made in inference mode, which nothing can train."""
+    model, plain, rank = seeded(Rollout), seeded(Rollout), dist.get_rank()
+    with torch.inference_mode():
+        model.table = nn.Parameter(torch.ones(2), requires_grad=False)
+    yafsdp_cc.shard(model, ignored_params={model.scale, model.table})
+    square(plain, inputs()[rank]).backward()
+    with yafsdp_cc.uneven(model) as outer:
+        for _ in outer(range(1 + rank)):
+            with yafsdp_cc.uneven(model) as inner:
+                for batch in inner([inputs()[rank]]):
+                    model.zero_grad()
+                    square(model, batch).backward()
+                    torch.testing.assert_close(model.scale.grad, plain.scale.grad)
+            model.zero_grad()
+            square(model, inputs()[rank]).backward()
+            torch.testing.assert_close(model.scale.grad, plain.scale.grad * outer.weight)
+
+
+@ranks(2)
 def test_refused_in_the_loop() -> None:
     """Loops that take turns, and a batch of a class that no other rank can find."""
 

@@ -22,6 +22,9 @@ from yafsdp_cc.ranks.mesh import all_groups, all_reduce_over
 from yafsdp_cc.replicas.sync import refuse_sync
 
 if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
+    from yafsdp_cc.engine.param import FSDPParam
     from yafsdp_cc.engine.state import FSDPState
 
 Batch = TypeVar("Batch")
@@ -168,6 +171,15 @@ def _is_row(each: Any) -> bool:
     return isinstance(each, list) and all(isinstance(entry, (int, float, str)) for entry in each)
 
 
+_WEIGHED: set[Tensor] = set()
+"""Ignored parameters that have a hook; a block within another one leaves theirs."""
+
+
+def _weighed(param: FSDPParam, grad: Tensor) -> Tensor:
+    """Return the gradient of an ignored parameter, weighed as that of ``param``, a sharded one of its model, is."""
+    return grad * param.factor if param.factor else torch.zeros_like(grad)
+
+
 @contextmanager
 def uneven(model: nn.Module, *others: nn.Module) -> Iterator[UnevenBatches]:
     """Train one model, or several, on as many batches as each rank has. A collective, at both ends.
@@ -215,19 +227,19 @@ def uneven(model: nn.Module, *others: nn.Module) -> Iterator[UnevenBatches]:
         )
     batches = UnevenBatches(states)
 
-    def weighed(grad: Tensor) -> Tensor:
-        return grad * batches.weight if batches.weight else torch.zeros_like(grad)
-
-    hooks = []
-    for ignored in {each for state in states for spec in state.specs for each in spec.ignored}:
-        if ignored.is_floating_point() or ignored.is_complex():  # also frozen ones, which the loop may train later
-            is_trained = ignored.requires_grad
-            hooks.append(ignored.requires_grad_().register_hook(weighed))
-            ignored.requires_grad_(is_trained)
+    hooks: dict[Tensor, RemovableHandle] = {}
+    for state in states:
+        for ignored in {each for spec in state.specs for each in spec.ignored} - _WEIGHED - hooks.keys():
+            if (ignored.is_floating_point() or ignored.is_complex()) and not ignored.is_inference():
+                is_trained = ignored.requires_grad  # the loop may train frozen ones later
+                hooks[ignored] = ignored.requires_grad_().register_hook(partial(_weighed, state.params[0]))
+                ignored.requires_grad_(is_trained)
+    _WEIGHED.update(hooks)
     try:
         yield batches
         batches._count(0)
     finally:
         batches.end()
-        for hook in hooks:
+        _WEIGHED.difference_update(hooks)
+        for hook in hooks.values():
             hook.remove()
