@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import TYPE_CHECKING
 
 import torch
@@ -49,9 +48,6 @@ class TiedEmbedding:
         if stages < 2:
             raise ValueError(f"TiedEmbedding: dimension {pipeline!r} has 1 stage, which needs no sum over stages")
         self.weight = weight
-        self._summed: tuple[weakref.ref[torch.Tensor], int] | None = None
-        """The gradient that was summed last, and its version: another once ``zero_grad`` has zeroed it."""
-        self._is_added_to_sum = False
         ends = ranks[..., [0, -1], :].reshape(-1, 2 * self._replicas).tolist()
         self.group: dist.ProcessGroup | None = dist.new_subgroups_by_enumeration(ends)[0]
         """Process group of the ranks of the first and of the last stage; None on other ranks."""
@@ -62,34 +58,17 @@ class TiedEmbedding:
             )
         if self.group is not None and weight is not None:
             dist.broadcast(weight.detach(), group=self.group, group_src=0)
-            if weight.requires_grad:
-                weight.register_hook(self._before_backward_adds)
 
     @torch.no_grad()
     def sum_gradients(self) -> None:
         """Average the gradient over data-parallel ranks, and sum it over both stages, once, right before
         ``optimizer.step``. A collective of ``group``.
 
-        A weight without a gradient counts as zeros.
-
-        Raises:
-            RuntimeError: a backward has added to a gradient that was summed before, which would count twice.
+        A weight without a gradient counts as zeros. A second call before ``zero_grad`` sums again what was summed.
         """
         if self.group is None or self.weight is None:
             return
-        if self._is_added_to_sum:
-            self._is_added_to_sum = False
-            raise RuntimeError(
-                "a backward has added to a gradient that sum_gradients has summed already: call sum_gradients once, "
-                "after all backwards of an optimizer's step, and optimizer.zero_grad() behind the step"
-            )
         if self.weight.grad is None:
             self.weight.grad = torch.zeros_like(self.weight)
         dist.all_reduce(self.weight.grad, group=self.group)
         self.weight.grad.div_(self._replicas)
-        self._summed = (weakref.ref(self.weight.grad), self.weight.grad._version)
-
-    def _before_backward_adds(self, _: torch.Tensor) -> None:
-        total, grad = self._summed, None if self.weight is None else self.weight.grad
-        if total is not None and grad is not None and total[0]() is grad and total[1] == grad._version:
-            self._is_added_to_sum = True
