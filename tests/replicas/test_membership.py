@@ -375,8 +375,10 @@ def test_a_new_one_takes_its_place_among_fragments_under_way(tmp_path: Path) -> 
 
 
 def assigns_a_buffer(replica: Replica) -> None:
-    """Assign a buffer anew in each round, as DINO's centre is in each forward."""
+    """Assign a buffer anew in each round, as DINO's centre is in each forward; make one and let one grow, as caches."""
     norm = replica.model[2]
+    norm.register_buffer("made", torch.ones(3))
+    norm.num_batches_tracked = torch.zeros(2, dtype=torch.int64)
     while not replica.has("has come"):
         norm.running_var = norm.running_var + 1
         replica.train()

@@ -148,7 +148,7 @@ class Outer(ReplicaSync):
         else:
             alike = {"lr": self.lr, "momentum": self.momentum, "fragments": self.fragments, "codec": self.codec}
             self.membership.join([*(f"{name}={value!r}" for name, value in alike.items()), *self.described(model)])
-        self._model = model
+        self._model, self._joined = model, (*self._frozen.items(), *model.named_buffers())
 
     def prepare(self) -> None:
         place = self.device if self.membership is None else torch.device("cpu")
@@ -356,16 +356,23 @@ class Outer(ReplicaSync):
 
     def _transferred(self) -> list[Tensor]:
         """Return the tensors that a newcomer receives: outer weights and momentum, and untrained tensors as bytes."""
-        copies = [each.to("cpu", copy=True).contiguous() for each in self._untrained()]
+        copies = [each.resolve_conj().resolve_neg().to("cpu", copy=True).contiguous() for each in self._untrained()]
         self._staged = [each.view(-1).view(torch.uint8) for each in copies]
         found = [each.outer.data for each in self._fragments]
         found += [each.momentum.data for each in self._fragments if each.momentum is not None]
         return [*found, *(each for each in self._staged if each.numel())]
 
     def _untrained(self) -> list[Tensor]:
-        """Return the model's present frozen parameters and buffers: a forward may assign a buffer anew."""
-        frozen = (each for name, each in self._model.named_parameters() if name in self._frozen)
-        return [held_of(each) for each in (*frozen, *self._model.buffers())]
+        """Return the frozen parameters and buffers that there were when this replica joined, in their forms then.
+
+        A forward may assign a buffer anew, whose present tensor counts, or make and grow a cache, which is left out.
+        """
+        present: dict[str, Tensor] = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
+        found = []
+        for name, joined in self._joined:
+            old, new = held_of(joined), held_of(present.get(name, joined))
+            found.append(new if (new.shape, new.dtype, new.layout) == (old.shape, old.dtype, old.layout) else old)
+        return found
 
     def _take_position(self, task: Task) -> None:
         """Set ``_step``, the step within a round, to that of the replicas whose weights this replica takes."""
