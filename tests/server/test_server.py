@@ -12,6 +12,7 @@ from collections import Counter
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -261,7 +262,7 @@ def test_a_worker_that_is_too_far_ahead_waits_and_not_for_ever() -> None:
             server.push()
 
 
-@pytest.mark.parametrize("end", ["killed", "raises"])
+@pytest.mark.parametrize("end", ["killed", "raises", "raises before a checkpoint"])
 def test_the_others_end_with_an_error_that_names_the_rank(end: str, tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     processes = [context.Process(target=_work_until_one_ends, args=(rank, end, tmp_path)) for rank in range(3)]
@@ -282,6 +283,7 @@ def _work_until_one_ends(rank: int, end: str, folder: Path) -> None:
     store = dist.FileStore(str(folder / "store"), 3)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=3, timeout=timedelta(seconds=60))
     torch.set_num_threads(1)
+    mock.patch("yafsdp_cc.ranks.checks._TIMEOUT", 0.2).start()
     model = net()
     try:
         with ParameterServer(model, lr=0.01, max_staleness=1) as server:
@@ -292,6 +294,8 @@ def _work_until_one_ends(rank: int, end: str, folder: Path) -> None:
                     if end == "killed":
                         os.kill(os.getpid(), signal.SIGKILL)
                     raise ValueError("a bad batch")
+                if step == 5 and "checkpoint" in end:
+                    server.state_dict()
                 server.push()
     except (RuntimeError, ValueError) as error:
         (folder / str(rank)).write_text(str(error))
@@ -345,10 +349,12 @@ def test_sparse_gradients_are_pushed_whole() -> None:
 def test_frozen_parameters_are_those_of_rank_0() -> None:
     model, rank = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1)).requires_grad_(False), dist.get_rank()
     model[1].requires_grad_(True)
-    model.register_parameter("phase", nn.Parameter(torch.zeros(2, dtype=torch.complex64), requires_grad=False))
+    phase = torch.full((2,), 1.0 + rank, dtype=torch.complex64).conj()
     with torch.no_grad():
         for param in model.parameters():
             param.fill_(rank + 1)
+    for name, values in (("wide", torch.tensor(1.0 + rank).expand(2)), ("phase", phase), ("turn", phase.mul(1j).imag)):
+        model.register_parameter(name, nn.Parameter(values, requires_grad=False))
     with ParameterServer(model, lr=0.1) as server:
         server.pull()
         assert all(param.eq(1).all() for param in model.parameters())
@@ -358,8 +364,11 @@ def test_frozen_parameters_are_those_of_rank_0() -> None:
 def test_what_cannot_be_served_is_refused() -> None:
     mixed = net()
     mixed[2].half()
+    scattered = net()
+    scattered.register_parameter("few", nn.Parameter(torch.eye(2).to_sparse(), requires_grad=False))
     for model, settings, said in (
         (net().requires_grad_(False), {}, "Sequential has no parameter that requires a gradient"),
+        (scattered, {}, "ParameterServer takes dense tensors, and 'few' is sparse"),
         (mixed, {}, r"'2.weight' is torch.float16, where others are torch.float64: model.to\(torch.float64\)"),
         (net(), {"codec": "int8"}, r"'0.weight' is torch.float64, where a codec takes torch.float32"),
         (yafsdp_cc.shard(net().float()), {}, "'0.weight' is sharded; pass the plain model"),
@@ -417,6 +426,7 @@ def test_the_state_of_a_shard_is_a_copy_that_loads_again() -> None:
 def test_ranks_that_differ_are_refused() -> None:
     rank = dist.get_rank()
     for model, settings in (
+        (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(rank == 0)), {}),
         (nn.Linear(2, 2 + rank), {}),
         (nn.Linear(2, 2), {"lr": 0.1 + rank}),
         (nn.Linear(2, 2), {"codec": ("int8", "int4")[rank]}),

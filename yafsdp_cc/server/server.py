@@ -28,7 +28,8 @@ from torch.distributed.tensor import DTensor
 
 from yafsdp_cc.compression.codec import BLOCK, codec_of
 from yafsdp_cc.compression.error_feedback import Residual, decode, encode
-from yafsdp_cc.ranks.checks import all_gather_objects, check_settings
+from yafsdp_cc.ranks.checks import all_gather_objects, check_dense, check_settings
+from yafsdp_cc.ranks.mesh import writable
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -70,8 +71,8 @@ class ParameterServer:
             arguments of the optimizer, such as ``lr``.
 
     Raises:
-        ValueError: nothing to train, several dtypes, a sharded model, an argument that ``ServerShard`` refuses, or
-            arguments or parameters that differ between ranks.
+        ValueError: nothing to train, several dtypes, a sharded model, a sparse parameter, an argument that
+            ``ServerShard`` refuses, or arguments or parameters that differ between ranks.
 
     Source:
         Li et al., Scaling Distributed Machine Learning with the Parameter Server, 2014, section 3. ``ServerShard``.
@@ -97,7 +98,11 @@ class ParameterServer:
         alike = {name: value for name, value in settings.items() if name != "lr_lambda"}
         alike |= {"optimizer": optimizer, "max_staleness": max_staleness, "codec": codec}
         frozen = [param for param in model.parameters() if not param.requires_grad and type(param) is nn.Parameter]
-        alike["shapes of parameters"] = [(list(param.shape), param.dtype) for param in (*self._params, *frozen)]
+        alike["parameters"] = [
+            (name, list(each.shape), each.dtype, each.requires_grad)
+            for name, each in model.named_parameters()
+            if each.requires_grad or type(each) is nn.Parameter
+        ]
         check_settings({"arguments or parameters": alike}, [self._group], "ParameterServer()")
         self._store, self._key = _get_default_store(), f"yafsdp_cc/server/{next(_servers)}"
 
@@ -110,9 +115,9 @@ class ParameterServer:
         _copy(self._params, self._views(self._weights))
         dist.broadcast(self._weights, 0, self._group)
         for param in frozen:
-            host = param.detach().cpu().contiguous()
+            host = param.detach().resolve_conj().resolve_neg().cpu().contiguous()
             dist.broadcast(host.view(-1).view(torch.uint8), 0, self._group)  # gloo does not carry every dtype
-            _copy([host], [param])
+            writable(param).copy_(host)
         if self._codec is not None:
             starts = torch.arange(0, world * chunk, BLOCK, device="cpu").view(world, -1)
             self._counts = (count - starts).clamp(0, BLOCK).to(torch.int32)
@@ -229,7 +234,8 @@ class ParameterServer:
     def _at_rest(self) -> Iterator[None]:
         """Lock the shard once every earlier push of any rank is in it, until all ranks are done. A collective."""
         self._check_open()
-        clocks = all_gather_objects(self._pushes, [self._group])
+        with self._naming():
+            clocks = all_gather_objects(self._pushes, [self._group])
         with self._changed:
             done = self._changed.wait_for(
                 lambda: self._failure or self.shard.clocks == clocks, self._timeout.total_seconds()
@@ -237,7 +243,8 @@ class ParameterServer:
             if not done or self._failure:
                 raise self._error(f"not all that was pushed arrived within {self._timeout}")
             yield
-        dist.barrier(self._group)  # a push of another rank could reach this shard before its own is copied or loaded
+        with self._naming():
+            dist.barrier(self._group)  # another rank's push could reach this shard before its own is copied or loaded
 
     def _views(self, flat: Tensor) -> list[Tensor]:
         """Return a view of each parameter's elements in ``flat`` [ranks, chunk], in the parameter's shape."""
@@ -270,11 +277,13 @@ class ParameterServer:
                 work.wait(timeout)
 
     @contextmanager
-    def _naming(self, peer: int) -> Iterator[None]:
+    def _naming(self, peer: int | None = None) -> Iterator[None]:
+        """Raise the first reason that any rank has given in place of a collective's error, or of one with ``peer``."""
         try:
             yield
         except RuntimeError as error:
-            raise self._error(f"rank {peer} has ended without close(), or does not answer: see its output") from error
+            told = f"rank {peer} has ended without close(), or does not answer: see its output"
+            raise self._error(str(error) if peer is None else told) from error
 
     def _error(self, reason: str) -> RuntimeError:
         """Return the error, with the first reason that any rank has given, and break this rank's connections, so that
@@ -337,6 +346,7 @@ class ParameterServer:
 
 
 def _checked_params(model: nn.Module, *, needs_fp32: bool) -> list[nn.Parameter]:
+    check_dense(model.named_parameters(), "ParameterServer")
     named = {name: param for name, param in model.named_parameters() if param.requires_grad}
     if not named:
         raise ValueError(f"ParameterServer: {type(model).__name__} has no parameter that requires a gradient")
