@@ -449,7 +449,7 @@ def test_what_the_command_refuses_is_said_before_torch_is_imported(
         (["demo", "--ranks", "16", "--gpu", "h100"], "--ranks 16 fill several nodes of 8: name --link to other nodes"),
         (["demo", "--set=launch.nnodes=9", "--gpu", "h100"], "--ranks 9 fill several nodes of 8"),
         (
-            ["demo", "--set=launch.nnodes='2'", "--set=launch.nproc_per_node=8", "--gpu=h100"],
+            ["demo", "--set=launch.nnodes='2:2'", "--set=launch.nproc_per_node=8", "--gpu=h100"],
             "--ranks 16 fill several nodes of 8",
         ),
         (["demo", "--set=launch.nnodes=2:4"], "launch.nnodes: 2:4 leaves the number of ranks open: name --ranks"),
@@ -554,6 +554,18 @@ def test_operations_are_those_within_a_unit_and_in_no_unit_inside() -> None:
     assert found.pop("features") == (5 * product, 10 * product)
     assert found.pop("") == (0, 0)
     assert found == {f"features.{index}.up": (product, 2 * product) for index in range(5)}
+
+
+@ranks(1)
+def test_a_block_that_is_listed_several_times_is_counted_as_often() -> None:
+    def build() -> nn.Module:
+        one, other, shared = _Part(lambda x: x), _Part(lambda x: x), nn.Linear(64, 64)
+        return nn.Sequential(nn.Sequential(one, one, one, other, other, other), nn.Sequential(*[shared] * 5))
+
+    found = probe(Subject(build, parts()[1]), MixedPrecisionPolicy()).work.values()
+    forward = 2 * 128 * 64 * (6 * 2 * 256 + 5 * 64)
+    assert sum(each.forward for each in found) == forward
+    assert sum(each.backward for each in found) == 2 * forward
 
 
 @ranks(1)

@@ -10,7 +10,7 @@ import json
 import traceback
 import warnings
 from bisect import bisect_right
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -303,8 +303,9 @@ def probe(subject: Subject, policy: MixedPrecisionPolicy, units: Units = "auto")
     """Measure a forward and backward of the model in one process, on tensors without memory.
 
     Of each run of equal blocks in one container, the first and the last are measured; blocks between count as the
-    first. Weights are those of the forward's dtype, and gradients of weights are freed when they are complete, as the
-    engine has its own buffers for them. Blocks are ``"auto"``'s, whatever the units; a model may have none.
+    first. What a loop over blocks does between two of them is counted for measured blocks alone. Weights are those of
+    the forward's dtype, and gradients of weights are freed when they are complete, as the engine has its own buffers
+    for them. Blocks are ``"auto"``'s, whatever the units; a model may have none.
 
     Args:
         units: those of the plan. Of a block with several, each repeats its share of the block's forward.
@@ -354,28 +355,29 @@ def probe(subject: Subject, policy: MixedPrecisionPolicy, units: Units = "auto")
 
 
 def _truncate(model: nn.Module, blocks: list[nn.Module]) -> dict[nn.Module, nn.Module]:
-    """Remove the middle of each run of equal blocks from its container.
+    """Remove the middle of each run of equal blocks, each of them listed once, from its container.
 
     Returns, for each module of a removed block, the same module of a kept one.
     """
     like: dict[nn.Module, nn.Module] = {}
+    containers = [each for each in model.modules() if isinstance(each, (nn.ModuleList, nn.Sequential))]
+    repeated = {each for container in containers for each, times in Counter(container).items() if times > 1}
 
     def kind_of(module: nn.Module) -> Any:
         modules = [(name, type(each)) for name, each in module.named_modules()]
         parameters = [(each.shape, each.requires_grad) for each in module.parameters()]
-        return (modules, parameters) if module in blocks else module
+        return (modules, parameters) if module in blocks and module not in repeated else object()
 
-    for module in list(model.modules()):
-        if isinstance(module, (nn.ModuleList, nn.Sequential)):
-            kept: list[tuple[str, nn.Module]] = []
-            for _, run in groupby(zip(module._modules, module, strict=True), key=lambda item: kind_of(item[1])):
-                first, *others = run
-                for _, each in others[:-1]:
-                    like |= zip(each.modules(), first[1].modules(), strict=True)
-                kept += [first, *others[-1:]]
-            if len(kept) < len(module):  # a list finds its last module, [-1], by the number of them
-                is_list = isinstance(module, nn.ModuleList)
-                module._modules = {str(i) if is_list else name: each for i, (name, each) in enumerate(kept)}
+    for module in containers:
+        kept: list[tuple[str, nn.Module]] = []
+        for _, run in groupby(zip(module._modules, module, strict=True), key=lambda item: kind_of(item[1])):
+            first, *others = run
+            for _, each in others[:-1]:
+                like |= zip(each.modules(), first[1].modules(), strict=True)
+            kept += [first, *others[-1:]]
+        if len(kept) < len(module):  # a list finds its last module, [-1], by the number of them
+            is_list = isinstance(module, nn.ModuleList)
+            module._modules = {str(i) if is_list else name: each for i, (name, each) in enumerate(kept)}
     return like
 
 

@@ -8,6 +8,7 @@ import gc
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping
 from importlib.resources import files
@@ -193,6 +194,7 @@ def _settings(flags: argparse.ArgumentParser, asked: argparse.Namespace) -> Sett
         settings = read(None, ["precision.param=bf16", *chosen])
     value_of = {name: one.value for name, one in settings.items()}
     launched = {name: str(value_of[name]) for name in ("launch.nnodes", "launch.nproc_per_node") if name in value_of}
+    launched = {name: re.sub(r"^(\d+):\1$", r"\1", text) for name, text in launched.items()}  # 2:2 nodes are 2
     for name, text in () if asked.ranks else launched.items():
         if not text.isdecimal():
             flags.error(f"{name}: {text} leaves the number of ranks open: name --ranks")
