@@ -336,7 +336,12 @@ def test_what_cannot_be_synchronized_is_refused() -> None:
     turning.phase.requires_grad_(False)
     with pytest.raises(ValueError, match="codec='onebit' loses"):
         yafsdp_cc.join_replicas(turning, mesh["replicate"], Gossip(codec="onebit"))
-    yafsdp_cc.join_replicas(turning, mesh["replicate"], Gossip(codec="int8"))
+    once_refused = Gossip(codec="int8")
+    with pytest.raises(ValueError, match="mesh=None: Gossip needs the ranks"):
+        yafsdp_cc.join_replicas(turning, None, once_refused)
+    yafsdp_cc.join_replicas(turning, mesh["replicate"], once_refused)
+    with pytest.raises(ValueError, match="this Gossip synchronizes a model already"):
+        yafsdp_cc.join_replicas(nn.Linear(2, 2), mesh["replicate"], once_refused)
     for other, sync, differs in (
         (nn.Linear(2, 2), Overlap(["int8", "int4"][rank]), "sync differs"),
         (nn.Linear(2, 2, bias=rank > 0), Overlap(), "the number of tensors differs"),
@@ -478,7 +483,11 @@ def test_ignored_parameters_are_each_ranks_own(sync: Any) -> None:
     yafsdp_cc.shard(model, mesh=mesh_of(2, 1), sync=sync, ignored_params={model.bias, model.own})
     for each in (model, twin):
         each(torch.ones(2, 4)).mul(1 + rank).sum().backward()
-        SGD(each.parameters(), lr=0.1).step()
+        if each is model and isinstance(sync, Overlap):  # which makes steps late
+            with pytest.raises(ValueError, match=r"'bias' is an ignored parameter, .*: give ignored parameters an"):
+                SGD(each.parameters(), lr=0.1).step()
+        for own in ([each.weight], [each.bias]) if isinstance(sync, Overlap) else (each.parameters(),):
+            SGD(own, lr=0.1).step()
     yafsdp_cc.synchronize_replicas(model)
     assert torch.equal(model.bias, twin.bias)
     assert torch.equal(model.own, twin.own)

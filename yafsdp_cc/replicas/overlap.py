@@ -85,7 +85,7 @@ class Overlap(ReplicaSync):
     With ``half_batches`` call ``backward`` and ``optimizer.step()`` once for each half of a batch; a learning rate
     scheduler then counts halves, too. Of a step's two learning rates the one of its second half counts. If
     ``synchronize_replicas`` or ``state_dict()`` is called after the first half of a step, that half is committed as a
-    step of its own, and the next call is again a first half.
+    step of its own, and the next call is again a first half. Give parameters that ``shard`` ignores another optimizer.
 
     Args:
         codec: codec of the sums (``"int8"``, ``"int4"``, ``"onebit"``, ...), with error feedback; None: exact sums in
@@ -141,6 +141,15 @@ class Overlap(ReplicaSync):
         }
 
     # Around a step -------------------------------------------------------------------------------------------------
+
+    def check_parameters(self, optimizer: Optimizer) -> None:
+        super().check_parameters(optimizer)
+        for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+            if parameter.grad is not None and parameter in self._ignored:
+                raise ValueError(
+                    f"'{self._ignored[parameter]}' is an ignored parameter, and Overlap makes steps one step late, "
+                    "with the settings of then: give ignored parameters an optimizer of their own"
+                )
 
     def before_step(self, optimizer: Optimizer) -> None:
         members = list(self.parameters.values())

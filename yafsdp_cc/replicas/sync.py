@@ -107,8 +107,8 @@ class ReplicaSync(ABC):
         self.members: list[int] = []
         """Global ranks of all replicas; of this replica alone, if replicas come and go."""
         self._frozen: dict[str, nn.Parameter] = {}
-        self._ignored: set[nn.Parameter] = set()
-        """Parameters of the model that were left out of sharding, each rank's own."""
+        self._ignored: dict[nn.Parameter, str] = {}
+        """Parameters of the model that were left out of sharding, each rank's own, and their names."""
         self._stepped_by: weakref.ref[Optimizer] | None = None
         self._versions: list[int] = []
         """Version counters of the local tensors when ``remember_weights`` was called last."""
@@ -189,10 +189,11 @@ class ReplicaSync(ABC):
         Args:
             mesh: 1D, the ranks that hold the same shard, one in each replica; None if replicas come and go.
         """
-        if self.parameters:
+        if any(_trained_by(each) is self for each in self.parameters.values()):
             raise ValueError(f"this {type(self).__name__} synchronizes a model already: make another one")
         check_shows_shards(model, "join_replicas()")
-        self._ignored = {each for spec in specs_below(model) for each in spec.ignored}
+        ignored = {each for spec in specs_below(model) for each in spec.ignored}
+        self._ignored = {each: name for name, each in model.named_parameters() if each in ignored}
         every = {name: each for name, each in model.named_parameters() if each not in self._ignored}
         named = {name: each for name, each in every.items() if each.requires_grad}
         for name, each in named.items():
