@@ -499,7 +499,7 @@ def test_untrained_values_of_any_dtype_and_layout_are_those_of_the_first_replica
     for sync in (Overlap(), Gossip(), Outer()):
         model: Any = nn.Linear(2, 2)
         model.register_parameter("phase", nn.Parameter(torch.full((2,), rank + 1j), requires_grad=False))
-        model.register_buffer("turn", torch.full((2,), rank + 1j))
+        model.register_buffer("turn", torch.full((2,), rank - 1j).conj())
         model.register_buffer("wide", torch.full((1,), float(rank)).expand(2))
         yafsdp_cc.join_replicas(model, mesh_of(2, 1)["replicate"], sync)
         train_once = SGD(model.parameters(), lr=0.1)

@@ -151,7 +151,7 @@ _CHECKSUM_BLOCK = 1 << 20
 
 def checksum(tensor: Tensor) -> int:
     """Return a 64-bit sum of the tensor's bytes, each 32-bit word weighted by its place, so that swapped words show."""
-    data = tensor.contiguous().view(-1).view(torch.uint8)
+    data = tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
     total = 0
     for block in data.split(_CHECKSUM_BLOCK):
         words = torch.nn.functional.pad(block, (0, -block.numel() % 4)).view(torch.int32).to(torch.int64)

@@ -120,7 +120,7 @@ def writable(tensor: Tensor) -> Tensor:
 def broadcast_values(tensors: Sequence[Tensor], mesh: DeviceMesh) -> None:
     """Give every rank the elements of the first rank's tensors, of any dtype."""
     for tensor in tensors:
-        whole = tensor.contiguous()
+        whole = tensor.resolve_conj().resolve_neg().contiguous()
         broadcast_from_first(whole.view(-1).view(torch.uint8), mesh)  # as bytes: gloo does not carry every dtype
         if whole is not tensor:
             writable(tensor).copy_(whole)
