@@ -171,7 +171,7 @@ def _is_row(each: Any) -> bool:
     return isinstance(each, list) and all(isinstance(entry, (int, float, str)) for entry in each)
 
 
-_WEIGHED: set[Tensor] = set()
+_hooked: set[Tensor] = set()
 """Ignored parameters that have a hook; a block within another one leaves theirs."""
 
 
@@ -229,17 +229,17 @@ def uneven(model: nn.Module, *others: nn.Module) -> Iterator[UnevenBatches]:
 
     hooks: dict[Tensor, RemovableHandle] = {}
     for state in states:
-        for ignored in {each for spec in state.specs for each in spec.ignored} - _WEIGHED - hooks.keys():
+        for ignored in {each for spec in state.specs for each in spec.ignored} - _hooked - hooks.keys():
             if (ignored.is_floating_point() or ignored.is_complex()) and not ignored.is_inference():
                 is_trained = ignored.requires_grad  # the loop may train frozen ones later
                 hooks[ignored] = ignored.requires_grad_().register_hook(partial(_weighed, state.params[0]))
                 ignored.requires_grad_(is_trained)
-    _WEIGHED.update(hooks)
+    _hooked.update(hooks)
     try:
         yield batches
         batches._count(0)
     finally:
         batches.end()
-        _WEIGHED.difference_update(hooks)
+        _hooked.difference_update(hooks)
         for hook in hooks.values():
             hook.remove()
