@@ -889,7 +889,8 @@ def test_a_launcher_that_comes_behind_the_end_of_a_run_tells_how_that_ended(tmp_
 def test_a_node_whose_clock_is_another_one_lives_as_long_as_its_heart_beats(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = RendezvousSettings("run", 1, 2, RendezvousTimeout(), timedelta(seconds=1), 5)
     meeting, passed = C10dRendezvousBackend(HashStore(), "run"), [0.0]
-    monkeypatch.setattr(elastic, "time", SimpleNamespace(monotonic=lambda: passed[0]))
+    asleep: list[float] = []
+    monkeypatch.setattr(elastic, "time", SimpleNamespace(monotonic=lambda: passed[0], sleep=asleep.append))
     one, other = (_BackendRendezvousStateHolder(elastic._OwnClock(meeting), settings, 0) for _ in range(2))
     nodes = _NodeDescGenerator()
     here, there = nodes.generate("here"), nodes.generate("there")
@@ -909,6 +910,34 @@ def test_a_node_whose_clock_is_another_one_lives_as_long_as_its_heart_beats(monk
         assert beats(one, here, 0) == {here, there}
     passed[0] += 6
     assert beats(one, here, 0) == {here}
+    assert asleep == [elastic._BEAT]  # only ``other`` found a state, and waited for heartbeats to change
+
+
+START = datetime.now(timezone.utc)
+
+
+def test_heartbeats_of_a_dead_launcher_are_as_old_as_they_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launcher that comes again to the place where it was killed must not meet its own ghost."""
+    settings = RendezvousSettings("run", 2, 2, RendezvousTimeout(), timedelta(seconds=1), 5)
+    meeting, nodes, lived = C10dRendezvousBackend(HashStore(), "run"), _NodeDescGenerator(), [0]
+    dead, slow = nodes.generate("dead"), nodes.generate("slow")
+    writer = _BackendRendezvousStateHolder(meeting, settings, 0)
+
+    def write(seconds: float = 0.0) -> None:
+        writer.sync()
+        lived[0] += 1
+        for node, age in ((dead, 9), (slow, 60 - lived[0])):
+            writer.state.participants[node] = len(writer.state.participants)
+            writer.state.last_heartbeats[node] = START - timedelta(seconds=age)
+        writer.mark_dirty()
+        assert writer.sync()
+
+    monkeypatch.setattr(elastic, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=write))
+    monkeypatch.setattr(writer, "_sanitize", lambda: None)
+    write()
+    newcomer = _BackendRendezvousStateHolder(elastic._OwnClock(meeting), settings, 0)
+    newcomer.sync()
+    assert set(newcomer.state.participants) == {slow}  # its clock is a minute late, but its heart beats
 
 
 def test_launchers_that_have_met_without_enough_nodes_meet_again(

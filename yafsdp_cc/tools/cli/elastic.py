@@ -63,6 +63,8 @@ ALONE = "localhost:0"
 """Endpoint of a run on this machine alone."""
 _PATIENCE = 3
 """Seconds that ranks have to end after Ctrl-C before the launcher says that it waits for them."""
+_BEAT = 2
+"""Seconds within which the heartbeat of a node that lives changes: torch's launchers write one each second here."""
 
 
 def run(options: argparse.Namespace, parser: argparse.ArgumentParser, folder: Path, title: str) -> int:
@@ -220,14 +222,17 @@ class _EndedError(RendezvousError):
 class _OwnClock(RendezvousBackend):
     """A backend whose heartbeats, as this node reads them, are as old as their last change that this node has seen.
 
-    torch's launcher takes a node for dead by comparing that node's wall clock with its own: clocks differ, and jump.
+    torch's launcher takes a node for dead by comparing that node's wall clock with its own: clocks differ, and jump. A
+    heartbeat that this node finds when it comes may be a dead node's, and counts as new once it has changed.
     """
 
     def __init__(self, backend: RendezvousBackend) -> None:
         self._backend = backend
-        self._seen: dict[object, tuple[datetime, float]] = {}
-        """For each node the heartbeat that it wrote last, and when this node first read that, by a monotonic clock."""
+        self._seen: dict[object, tuple[datetime, float, bool]] = {}
+        """For each node the heartbeat that it wrote last, when this node first read that, by a monotonic clock, and
+        whether that was a change."""
         self._shown: dict[object, datetime] = {}
+        self._is_first = True
 
     @property
     def name(self) -> str:
@@ -235,6 +240,11 @@ class _OwnClock(RendezvousBackend):
 
     def get_state(self) -> tuple[bytes, Any] | None:
         found = self._backend.get_state()
+        if found and self._is_first:
+            self._shown_state(found[0])
+            time.sleep(_BEAT)
+            found = self._backend.get_state()
+        self._is_first = False
         return found and (self._shown_state(found[0]), found[1])
 
     def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
@@ -249,8 +259,10 @@ class _OwnClock(RendezvousBackend):
         shown, now = pickle.loads(state), time.monotonic()
         for node, beat in shown.last_heartbeats.items():
             if node not in self._seen or self._seen[node][0] != beat:
-                self._seen[node] = beat, now
-            shown.last_heartbeats[node] = datetime.now(timezone.utc) - timedelta(seconds=now - self._seen[node][1])
+                self._seen[node] = beat, now, not self._is_first
+            _, since, has_changed = self._seen[node]
+            changed = datetime.now(timezone.utc) - timedelta(seconds=now - since)
+            shown.last_heartbeats[node] = changed if has_changed else min(beat, changed)
         self._shown = shown.last_heartbeats
         return pickle.dumps(shown)
 
