@@ -18,6 +18,7 @@ from tests.internals import set_patience
 from tests.models import WIDTH, Block, Mlp, stack
 from tests.ranks import on_ranks, ranks, short_timeout
 from tests.twins import inputs, means, mine, refusal, seeded, square, twins
+from yafsdp_cc.ranks import checks
 
 
 @pytest.mark.parametrize("odd", [0, 2, 3])
@@ -184,6 +185,17 @@ def test_a_rank_that_takes_no_part_any_more_is_named_as_such() -> None:
     assert said.startswith("an operation failed: no answer from rank 1, which ended or hangs"), said
     assert "rank 1: no answer" in said, said
     assert "same order" not in said, said
+
+
+@ranks(2)
+def test_no_rank_is_blamed_where_the_store_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = dist.TCPStore("localhost", 0, is_master=True)
+    client = dist.TCPStore("localhost", server.port, is_master=False)
+    monkeypatch.setattr(checks, "_own_store", lambda: client)
+    assert dist.group.WORLD is not None
+    del server
+    assert checks.missing_in(dist.group.WORLD) == ""
+    assert dist.group.WORLD not in checks._missing
 
 
 @ranks(2, patience=4)

@@ -28,6 +28,8 @@ def all_gather_objects(item: T, across: Sequence[dist.ProcessGroup]) -> list[T]:
         RuntimeError: a rank does not take part.
     """
     items = [item]
+    with suppress(RuntimeError, ValueError):  # no process group, or a store that has no clones
+        _own_store()
     for group in (each for each in across if each.size() > 1):
         theirs: list[list[T]] = [items] * group.size()
         try:
@@ -44,17 +46,29 @@ def all_gather_objects(item: T, across: Sequence[dist.ProcessGroup]) -> list[T]:
 _missing: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
 _questions: Counter[str] = Counter()
 """What ``missing_in`` has returned for a group, and how often it has asked its ranks: one failure leads to others."""
+_stores: weakref.WeakKeyDictionary[Store, Store] = weakref.WeakKeyDictionary()
+"""Clone of the default store, made before anything fails: connecting to a store that is gone takes its time-out."""
+
+
+def _own_store() -> Store:
+    """Return a clone of the default store; a wait on that itself would block its connection."""
+    store = dist.distributed_c10d._get_default_store()
+    if store not in _stores:
+        _stores[store] = store.clone()  # type: ignore[attr-defined]  # torch's stub
+    return _stores[store]
 
 
 def missing_in(group: dist.ProcessGroup) -> str:
     """Return "no answer from rank 3, which" if that rank does not tell the store that the group has failed, else ""."""
     if group not in _missing:
         with suppress(RuntimeError, ValueError, KeyError):  # the store or the group is gone
-            # A wait on the default store would block its connection.
-            store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]  # torch's stub
-            name, ranks = group.group_name, dist.get_process_group_ranks(group)
+            store, name, ranks = _own_store(), group.group_name, dist.get_process_group_ranks(group)
             _questions[name] += 1
             key = f"yafsdp_cc/failed/{name}/{_questions[name]}"
+            store.set(f"{key}/asked", "")
+            store.wait(
+                [f"{key}/asked"], timedelta(seconds=1)
+            )  # raises where the store is gone, and no rank is to blame
             if silent := exchange_over_store(store, key, group.rank(), ranks, "")[0]:
                 _missing[group] = f"no answer from {named_ranks(silent)}, which"
     return _missing.get(group, "")
