@@ -502,6 +502,24 @@ def test_a_disk_may_take_longer_than_the_time_out(tmp_path, monkeypatch):
     same(contents(model, optimizer), before)
 
 
+@ranks(2)
+def test_a_rank_that_can_make_no_thread_saves_and_loads(tmp_path, monkeypatch):
+    """As Python 3.12 can none in ``atexit`` handlers."""
+
+    class Refused(threading.Thread):
+        def start(self):
+            raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    model, optimizer = job("ours", steps=1)
+    before = contents(model, optimizer)
+    if dist.get_rank() == 1:
+        monkeypatch.setattr(ranks_module, "Thread", Refused)
+    yafsdp_cc.save(tmp_path / "step", model, optimizer)
+    train(model, optimizer, 1)
+    yafsdp_cc.load(tmp_path / "step", model, optimizer)
+    same(contents(model, optimizer), before)
+
+
 # Beside the model
 
 

@@ -8,7 +8,7 @@ import pickle
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -176,35 +176,40 @@ def meet(call: str, model: nn.Module, settings: dict[str, object], *, beside: bo
 
 
 TICK = 2.0
-"""Seconds between the points at which ranks meet while they read, write or move files. No wait is as long as a disk or
-a link then, so that a process group's time-out tells of ranks that hang, however slow those are."""
+"""Seconds between the points at which ranks meet while they write or move files, or read tensors of them. No wait is as
+long as a disk or a link then, so that a process group's time-out tells of ranks that hang, however slow those are."""
 
 
 class Ticks:
     """Lets the ranks of ``group`` meet every ``TICK`` while each of them works on files in ``beside``.
 
     The thread that meets is made with the object: a program that has come to its end, and waits for a save, can make
-    none. Leave the context at the end, to end the thread.
+    none. A rank without one, as in an ``atexit`` handler, meets behind its work. Leave the context at the end, to end
+    the thread.
     """
 
     def __init__(self, group: Group) -> None:
         self.group = group
         self._works = SimpleQueue[tuple[Event, Future[None]] | None]()
-        self._thread = Thread(target=self._meet, name="yafsdp_cc.ticks", daemon=True)
+        self._thread = Thread(target=self._run, name="yafsdp_cc.ticks", daemon=True)
         if place_in(group)[1] > 1:
-            self._thread.start()
+            with suppress(RuntimeError):  # the interpreter is ending
+                self._thread.start()
 
-    def _meet(self) -> None:
+    def _run(self) -> None:
         while (work := self._works.get()) is not None:
             is_over, met = work
             try:
-                told = [False]
-                while not all(told):
-                    is_over.wait(TICK)
-                    told = all_gather_objects(is_over.is_set(), self.group)
+                self._meet(is_over)
                 met.set_result(None)
             except BaseException as error:
                 met.set_exception(error)
+
+    def _meet(self, is_over: Event) -> None:
+        told = [False]
+        while not all(told):
+            is_over.wait(TICK)
+            told = all_gather_objects(is_over.is_set(), self.group)
 
     @contextmanager
     def beside(self) -> Iterator[None]:
@@ -213,16 +218,17 @@ class Ticks:
         Raises:
             RuntimeError: a rank has ended or hangs.
         """
-        is_over, met = Event(), Future[None]()
-        if self._thread.is_alive():
+        is_over, met, has_thread = Event(), Future[None](), self._thread.is_alive()
+        if has_thread:
             self._works.put((is_over, met))
-        else:
-            met.set_result(None)
         try:
             yield
         finally:
             is_over.set()
-            met.result()
+            if has_thread:
+                met.result()
+            else:
+                self._meet(is_over)
 
     def __enter__(self) -> Ticks:
         return self
