@@ -235,6 +235,8 @@ def test_flags_of_a_folder_with_a_script_are_its_own(tmp_path: Path) -> None:
     parser.add_argument("--steps")
     rest = ["--nproc-per-node=2", str(tmp_path), "--steps=4"]
     assert own_flags(parser, ["--steps=2", *rest]) == (Namespace(steps="2"), rest)
+    rest += ['{"prompt": "' + 1000 * "x" + '"}']  # no file system has a name of that length
+    assert own_flags(parser, ["--steps=2", *rest]) == (Namespace(steps="2"), rest)
 
 
 def test_the_command_of_nsys(

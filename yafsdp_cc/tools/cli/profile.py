@@ -91,6 +91,10 @@ def flags_and_script(argv: list[str]) -> tuple[list[str], list[str]]:
     return flags, [*(["-m"] if options.module else []), *script]
 
 
+def _is_script(path: str) -> bool:
+    return os.path.isfile(path) or os.path.isfile(os.path.join(path, "__main__.py"))  # False for a text of any length
+
+
 def own_flags(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Parse the leading flags, which are the command's, and return the rest; the script's own may look like them."""
     flags = {flag for action in parser._actions for flag in action.option_strings} - {"-h", "--help"}
@@ -101,9 +105,7 @@ def own_flags(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[argpars
     asked, rest = parser.parse_args(argv[:place]), argv[place:]
     if not rest:
         parser.error("name a script to run")
-    # Path(each, "") is the path itself; a folder with a __main__.py is a script
-    scripts = {each for each in rest for name in ("", "__main__.py") if Path(each, name).is_file()}
-    before_script = list(takewhile(lambda each: each not in {"-m", "--module", *scripts}, rest))
+    before_script = list(takewhile(lambda each: each not in ("-m", "--module") and not _is_script(each), rest))
     late = next((place for place, each in enumerate(before_script) if each.partition("=")[0] in flags), None)
     if late is not None:
         missing = next((each for each in before_script[:late] if each.endswith(".py")), "")
