@@ -484,7 +484,7 @@ def test_a_rank_that_stops_while_files_are_written_or_read_is_waited_for_as_long
 
 @ranks(2, patience=2, timeout=60, fresh=True)
 def test_a_disk_may_take_longer_than_the_time_out(tmp_path, monkeypatch):
-    """Of the first rank for its own data and for the table of contents, and of the second one for its part."""
+    """The first rank waits with its own data and with the table of contents, the second one with its part."""
     monkeypatch.setattr(ranks_module, "TICK", 0.5)
 
     def wait_before(owner, name, times):
@@ -504,7 +504,7 @@ def test_a_disk_may_take_longer_than_the_time_out(tmp_path, monkeypatch):
 
 @ranks(2)
 def test_a_rank_that_can_make_no_thread_saves_and_loads(tmp_path, monkeypatch):
-    """As Python 3.12 can none in ``atexit`` handlers."""
+    """Python 3.12 makes no thread in ``atexit`` handlers."""
 
     class Refused(threading.Thread):
         def start(self):

@@ -86,7 +86,7 @@ def test_figures_are_those_of_the_script_by_itself(tmp_path: Path) -> None:
 
 
 def test_exact_steps_of_a_1_bit_optimizer_are_not_timed(tmp_path: Path) -> None:
-    """With a warm-up of five steps the optimizer sums exactly in steps 6, 7, 8, 9, 11, 13, 15 and 17. Steps in which
+    """The optimizer sums exactly in steps 6, 7, 8, 9, 11, 13, 15 and 17, behind a warm-up of five steps. Steps in which
     the script evaluates, and so gathers more, are like others."""
     script = SCRIPT.replace("SGD(model.parameters(), lr=0.1)", "AdamW(model.parameters())")
     script = script.replace("fully_shard(block)", "fully_shard(block, reshard_after_forward=True)")

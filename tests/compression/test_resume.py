@@ -178,7 +178,7 @@ def test_residuals_are_resumed_in_the_unit_of_the_scale_that_there_is(tmp_path: 
 
 @ranks(2)
 def test_what_is_carried_over_to_the_next_sums_follows_the_scale() -> None:
-    """As after a load by another number of ranks."""
+    """A load by another number of ranks leaves such gradients."""
     model, scaler = sharded("int4"), torch.amp.GradScaler("cpu", init_scale=2.0**10)
     yafsdp_cc.follow_scaler(model, scaler)
     scaler.scale(loss_of(model, 0)).backward()

@@ -138,7 +138,7 @@ def test_a_second_moment_of_many_steps_is_taken_for_what_it_is(tmp_path: Any) ->
 
 @ranks(2)
 def test_a_second_moment_of_few_steps_is_taken_for_what_it_is(tmp_path: Any) -> None:
-    """By AdamW, whose step is as long as after its own training, and by LAMB, whose fresh second moment is the same."""
+    """AdamW's step behind it is as long as after AdamW's own training, and LAMB's fresh second moment is the same."""
     settings: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.999)}
     model, exact, other, another = sharded("int8"), *(yafsdp_cc.shard(Slopes(), units=[Slope]) for _ in "ab"), sharded()
     optimizer = OneBitAdam(model.parameters(), **settings, warmup_steps=20, refreshes=0, form="gradient")
@@ -228,7 +228,7 @@ def test_moments_of_other_dtypes_go_on_in_fp32(saved: torch.dtype, loaded: torch
 
 @ranks(2)
 def test_a_checkpoint_s_moments_have_the_dtype_that_its_reader_computes_in(tmp_path: Any) -> None:
-    """Those in fp32 go into torch's AdamW in its parameters' bf16, and those in bf16 go into OneBitAdam in fp32."""
+    """Moments in fp32 go into torch's AdamW in its parameters' bf16, and moments in bf16 into OneBitAdam in fp32."""
 
     def train(model: Any, optimizer: Any, dtype: torch.dtype) -> set[torch.dtype]:
         model([each.to(dtype) for each in drawn(0, dist.get_rank())]).backward()
@@ -268,7 +268,7 @@ class InBf16(torch.optim.Optimizer):
 
 
 class Scaled(nn.Linear):
-    """With a parameter that has no dimensions."""
+    """A linear layer with a parameter that has no dimensions."""
 
     def __init__(self) -> None:
         super().__init__(8, 8, bias=False, dtype=torch.bfloat16)
@@ -280,7 +280,7 @@ class Scaled(nn.Linear):
 
 @ranks(2)
 def test_a_checkpoint_s_state_has_the_dtypes_that_torch_s_optimizers_have_given_it(tmp_path: Any) -> None:
-    """Those of gradients in fp32 of parameters in bf16, and fp32 of numbers of a parameter without dimensions."""
+    """Parameters in bf16 with gradients in fp32 have state in fp32, and so have numbers of one without dimensions."""
 
     def made(kind: Any, is_sharded: bool, **settings: Any) -> tuple[Any, Any]:
         torch.manual_seed(0)

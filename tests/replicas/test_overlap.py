@@ -475,7 +475,7 @@ def test_replicas_are_synchronized_where_parameters_show_unsharded_weights() -> 
 @pytest.mark.parametrize("sync", [Overlap(), Gossip(), Outer(every=2)])
 @ranks(2)
 def test_ignored_parameters_are_each_ranks_own(sync: Any) -> None:
-    """Also of a shape of this rank's own, as those of experts may be."""
+    """Their shapes may differ between ranks, as those of experts do."""
     model, twin, rank = nn.Linear(4, 4), nn.Linear(4, 4), dist.get_rank()
     for each in (model, twin):
         nn.init.constant_(each.bias, rank)

@@ -116,8 +116,8 @@ def _sums_lose_nothing(model: nn.Module, plain: nn.Module, steps: range) -> None
 
 @ranks(2)
 def test_factors_of_powersgd_stay_alike() -> None:
-    """Where one rank alone drops what an evaluation has left, and where a backward raises behind some messages, also if
-    one rank resets once more."""
+    """One rank alone drops what an evaluation has left. A backward raises behind some messages, and one rank resets
+    once more."""
     options = yafsdp_cc.Compression("powersgd", matrix_rank=1, residual="fp32")
     model, plain = twins(lambda: nn.Sequential(*(Fuse(nn.Linear(WIDTH, WIDTH)) for _ in range(3))), compression=options)
     _sums_lose_nothing(model, plain, range(1))

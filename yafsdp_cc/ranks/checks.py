@@ -45,7 +45,7 @@ def all_gather_objects(item: T, across: Sequence[dist.ProcessGroup]) -> list[T]:
 
 _missing: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
 _questions: Counter[str] = Counter()
-"""What ``missing_in`` has returned for a group, and how often it has asked its ranks: one failure leads to others."""
+"""Results of ``missing_in`` by group, and numbers of its questions by the group's name: one failure leads to others."""
 _stores: weakref.WeakKeyDictionary[Store, Store] = weakref.WeakKeyDictionary()
 """Clone of the default store, made before anything fails: connecting to a store that is gone takes its time-out."""
 

@@ -144,7 +144,7 @@ class Probe(NamedTuple):
     work: dict[str, Work]
     """Floating-point operations by the name of a unit, those outside of units in "", without recomputation."""
     repeated: tuple[dict[str, float], ...]
-    """For each block the operations that its recomputation repeats, by the name of a unit."""
+    """Operations that the recomputation of each block repeats, by the name of a unit."""
 
     def work_with(self, checkpointed: int) -> dict[str, Work]:
         """Return ``work`` with the first ``checkpointed`` blocks recomputed."""

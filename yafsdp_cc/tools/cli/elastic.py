@@ -229,8 +229,8 @@ class _OwnClock(RendezvousBackend):
     def __init__(self, backend: RendezvousBackend) -> None:
         self._backend = backend
         self._seen: dict[object, tuple[datetime, float, bool]] = {}
-        """For each node the heartbeat that it wrote last, when this node first read that, by a monotonic clock, and
-        whether that was a change."""
+        """Each node's last heartbeat as that node wrote it, when this node first read that heartbeat, by a monotonic
+        clock, and whether it was a change."""
         self._shown: dict[object, datetime] = {}
         self._is_first = True
 

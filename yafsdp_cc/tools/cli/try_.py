@@ -71,7 +71,7 @@ class Row:
     sent: int = 0
     """Bytes that a rank sends in a step."""
     replaced: list[str] = field(default_factory=list)
-    """What the setting has replaced: sections of the run's settings, and arguments of the script (``mp_policy=``)."""
+    """Sections of the run's settings that the setting has replaced, and arguments of the script (``mp_policy=``)."""
     planned: int = 0
     peak: int = 0
     """Bytes of the engine's buffers by its plan, ``planned``, and of all memory in use at the ``peak``."""
