@@ -291,7 +291,7 @@ class _Recorder(Observer):
         self._kind, self._before = kind, self._state.context.fingerprint.count
 
     def before_forward(self) -> None:
-        self._kind = ""  # this observer is the last: the forward's entry is issued in full
+        self._kind = ""  # collectives of a forward's beginning are issued: other observers come first
 
     def before_gather(self, group: str, *, overflows: bool) -> None:
         self.add(GATHER, group, flag=overflows)

@@ -83,7 +83,7 @@ class UnevenBatches:
                     batch = next(own, _END)
                 except Exception:
                     with suppress(RuntimeError):
-                        self._count(0)  # tells the other ranks
+                        self._count(0)  # the other ranks raise, too
                     raise
                 has_data = batch is not _END
                 count = self._count(number, has_data)

@@ -184,8 +184,8 @@ class Ticks:
     """Lets the ranks of ``group`` meet every ``TICK`` while each of them works on files in ``beside``.
 
     The thread that meets is made with the object: a program that has come to its end, and waits for a save, can make
-    none. A rank without one, as in an ``atexit`` handler, meets behind its work. Leave the context at the end, to end
-    the thread.
+    no thread. A rank without a thread, as in an ``atexit`` handler, does its work first, and meets the others then.
+    Leave the context at the end, to end the thread.
     """
 
     def __init__(self, group: Group) -> None:

@@ -151,7 +151,7 @@ class Transfers(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the copies' own buffers on the device."""
+        """Bytes on the device of the buffers that offloaded shards and gradients pass through."""
 
     def wait(self) -> None:
         """Block the host until the copies are over, so that it may read and write shards in its memory."""

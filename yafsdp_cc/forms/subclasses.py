@@ -149,7 +149,7 @@ class TensorSubclass:
     extends_all_gather: bool
     """Whether an all-gather extension decides what is gathered; else the parameter's bytes are."""
     keeps_class: bool
-    """Whether each rank's local tensor is of the class, too."""
+    """Whether each rank's local tensor is of the parameter's class, and no plain one."""
     layout: tuple[Part, ...]
     """Places of the inner tensors among the plain parameter's bytes."""
     size: torch.Size

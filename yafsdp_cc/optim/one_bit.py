@@ -517,7 +517,7 @@ class OneBitOptimizer(Optimizer):
             for schedule in self._schedules:
                 left = [(each.parameter.grad, norm) for each, norm in schedule.exact_norms]
                 left = [(grad.any().to(norm.device), norm) for grad, norm in left if grad is not None]
-                if left:  # without gradients that were cleared, to None or in place, since the backward
+                if left:  # a norm of gradients that were cleared since the backward, to None or in place, has no part
                     used, exact = (_value_of(torch.stack(each)) for each in zip(*left, strict=True))
                     norm = torch.linalg.vector_norm(exact[used])
                     schedule.clip_gradients(EXACT_GRADIENTS, norm)  # as ranks have clipped what they encoded

@@ -148,7 +148,7 @@ class Overlap(ReplicaSync):
             if parameter.grad is not None and parameter in self._ignored:
                 raise ValueError(
                     f"'{self._ignored[parameter]}' is an ignored parameter, and Overlap makes steps one step late, "
-                    "with the settings of then: give ignored parameters an optimizer of their own"
+                    "with that step's learning rate: give ignored parameters an optimizer of their own"
                 )
 
     def before_step(self, optimizer: Optimizer) -> None:

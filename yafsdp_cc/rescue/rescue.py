@@ -354,7 +354,7 @@ class Rescue:
             RuntimeError: the last checkpoint at ``path`` was not written. Snapshots stay; a second call removes them.
         """
         wait_for_saves()  # a program may destroy the process group next, which saves at ``path`` need
-        with suppress(RuntimeError):  # nobody needs that snapshot any more
+        with suppress(RuntimeError):  # the snapshot under way has failed, and is removed anyway
             self._wait()
         saved, self._save = self._save, None
         if self._steps >= 0:
@@ -519,7 +519,7 @@ def _step_at(path: Path, ranks: Ranks) -> int:
     with together(ranks.front):
         try:
             folder = files.complete(files.place(path))
-            is_there = folder.is_file() or bool(os.listdir(folder))  # a glob finds none where it may not look
+            is_there = folder.is_file() or bool(os.listdir(folder))  # globs find nothing in a folder without permission
         except FileNotFoundError:
             is_there = False
         except OSError as error:
