@@ -25,12 +25,12 @@ from tests.internals import set_nccl_sums, state_of
 from tests.nccl import CPU, ORDERS, Hang, Nccl, Rank, ring, tree
 from tests.ranks import ranks
 from tests.soak import also
-from yafsdp_cc.engine import agreement
 from yafsdp_cc.engine.collectives import ExactReduceScatter
 from yafsdp_cc.engine.communicator import CommContext, Communicator, ScratchBuffers
 from yafsdp_cc.engine.param import Divisor, ShardedGrad
 from yafsdp_cc.engine.replicated import ReplicatedParams, usage_flags
 from yafsdp_cc.engine.streams import comm_stream
+from yafsdp_cc.ranks import checks
 from yafsdp_cc.sharding.links import check_trial_exchange, refused_over_store
 
 WORLDS = [2, 3, 4, 6, 7, 8, 16, 17, 24, 31, 47, 64, also(128), also(256), 512]
@@ -160,7 +160,7 @@ def test_a_gather_in_the_wrong_order_is_found() -> None:
 
 
 def test_a_backend_that_raises_on_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agreement, "_TIMEOUT", 0.1)
+    monkeypatch.setattr(checks, "_TIMEOUT", 0.1)
 
     def body(store: dist.HashStore, rank: Any) -> None:
         comm = Communicator(rank, CPU)
