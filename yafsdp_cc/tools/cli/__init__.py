@@ -44,7 +44,12 @@ def main(argv: list[str] | None = None) -> int:
             hint = "type `python -m bench` in a clone of the repository"
         print(f"yafsdp-cc: no command {name!r}; {hint}", file=sys.stderr)
         return 2
-    return interruptible(lambda: importlib.import_module(f"yafsdp_cc.tools.cli.{MODULES.get(name, name)}").main(rest))
+    status = interruptible(lambda: importlib.import_module(f"yafsdp_cc.tools.cli.{MODULES.get(name, name)}").main(rest))
+    if argv is None and name == "estimate":
+        # A backward starts threads of autograd: one that begins only while the interpreter ends aborts the process.
+        sys.stderr.flush()
+        os._exit(status)
+    return status
 
 
 def _open_what_is_closed() -> None:
