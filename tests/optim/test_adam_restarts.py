@@ -261,7 +261,7 @@ class InBf16(torch.optim.Optimizer):
     def __init__(self, params: Any, **settings: Any) -> None:
         super().__init__(params, settings | {"eps": 1e-8})
 
-    def step(self) -> None:  # type: ignore[override]  # a stub without a closure
+    def step(self, closure: Any = None) -> Any:
         for parameter in self.param_groups[0]["params"]:
             moments = {name: parameter.grad.bfloat16() for name in ("exp_avg", "exp_avg_sq")}
             self.state[parameter] = {"step": torch.tensor(1.0), **moments}

@@ -240,7 +240,7 @@ def _adds(model: nn.Module, plain: nn.Module, batch: Tensor, step: int) -> None:
     """Add a batch's gradients to those of ``model``, and the mean of all ranks that have a batch to ``plain``'s."""
     square(model, batch).backward()
     there = [rank for rank in range(2) if step < COUNTS[2][rank]]
-    (sum(square(plain, _batches(rank, step)) for rank in there) / len(there)).backward()  # type: ignore[union-attr]
+    torch.stack([square(plain, _batches(rank, step)) for rank in there]).mean().backward()
 
 
 def _assert_equal_grads(model: nn.Module, plain: nn.Module) -> None:
