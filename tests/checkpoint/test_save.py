@@ -484,7 +484,8 @@ def test_a_rank_that_stops_while_files_are_written_or_read_is_waited_for_as_long
 
 @ranks(2, patience=2, timeout=60, fresh=True)
 def test_a_disk_may_take_longer_than_the_time_out(tmp_path, monkeypatch):
-    """The first rank waits with its own data and with the table of contents, the second one with its part."""
+    """The first rank waits with its own data and with the table of contents, the second one with its part, and with
+    what it reads."""
     monkeypatch.setattr(ranks_module, "TICK", 0.5)
 
     def wait_before(owner, name, times):
@@ -495,7 +496,9 @@ def test_a_disk_may_take_longer_than_the_time_out(tmp_path, monkeypatch):
     before = contents(model, optimizer)
     wait_before(files, "write", 2 - 2 * dist.get_rank())
     wait_before(save_module.FirstRankPlanner, "resolve_data", dist.get_rank())
-    wait_before(reader_module, "check_entry", dist.get_rank())
+    for module in (reader_module, files):  # of tensors, and of extra files
+        wait_before(module, "check_entry", dist.get_rank())
+    wait_before(load_module, "CheckpointReader", dist.get_rank())
     yafsdp_cc.save(tmp_path / "step", model, optimizer, asynchronous=True).result()
     train(model, optimizer, 1)
     yafsdp_cc.load(tmp_path / "step", model, optimizer)

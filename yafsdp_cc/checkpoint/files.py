@@ -304,34 +304,30 @@ Beside: TypeAlias = "Callable[[], AbstractContextManager[object]]"
 
 
 def extra_readers(
-    folder: Path, sums: Sequence[int] | None, present: Present = nullcontext
+    folder: Path, sums: Sequence[int] | None = None, present: Present = nullcontext
 ) -> list[Callable[[], dict[str, Any]]]:
     """Return, for each rank that saved, a function that reads its extra data; none without files of ``save``.
 
-    Each file is read in the context that ``present`` returns for its name.
+    Each file is read in the context that ``present`` returns for its name. ``sums`` are the CRC-32 of the files; None:
+    not stored.
     """
     found = [re.fullmatch(r"extra_\d+_of_(\d+)", file.stem) for file in folder.glob("extra_*_of_*.pt")]
     crcs: Sequence[int | None] = sums or [None] * max((int(each[1]) for each in found if each), default=0)
     return [partial(_load_extra, folder / extra_name(rank, len(crcs)), crc, present) for rank, crc in enumerate(crcs)]
 
 
-def read_extra(
-    folder: Path, rank: int, world: int, sums: Sequence[int] | None = None, present: Present = nullcontext
-) -> dict[str, Any]:
+def read_extra(ranks: Sequence[Callable[[], dict[str, Any]]], rank: int, world: int, folder: Path) -> dict[str, Any]:
     """Return this rank's extra data; with another number of ranks than saved, only the data that all ranks saved alike.
 
     A warning names what is left out: two ranks with one rank's random state, for example, would draw the same numbers.
 
     Args:
-        folder: the checkpoint.
+        ranks: the ``extra_readers`` of the checkpoint in ``folder``.
         rank, world: this rank's number, and the number of ranks now.
-        sums: CRC-32 of the file of each rank that saved; None: not stored.
-        present: as that of ``extra_readers``.
 
     Raises:
         ValueError: the file of a rank is missing or damaged.
     """
-    ranks = extra_readers(folder, sums, present)
     if len(ranks) in (0, world):
         return ranks[rank]() if ranks else {}
     alike = ranks[0]()

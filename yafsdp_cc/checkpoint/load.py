@@ -7,7 +7,8 @@ time only to verify checksums, so that no second copy of the model is held.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -106,9 +107,15 @@ def load_from(
 ) -> dict[str, Any]:
     """Load the checkpoint that ``reader_of`` opens; after an error, callers check if it was replaced. A collective."""
     group = ranks.front
-    with together(group):
+    with together(group), Ticks(ranks.back) as ticks, ticks.beside():
         reader = reader_of()
         folder = Path(reader.path)
+
+    @contextmanager
+    def present(name: str) -> Iterator[None]:
+        with reader.present(name), together(group), Ticks(ranks.back) as ticks, ticks.beside():
+            yield
+
     digests = all_gather_objects((reader.digest, str(folder)), group)
     if len({digest for digest, _ in digests}) > 1:
         raise ValueError(
@@ -131,9 +138,9 @@ def load_from(
             named = _named_as_saved(model, own, [path[1] for path in paths if path[0] == "state" and path[1:]])
             _check_optimizer(reader.contents, named, folder)
             state[OPTIMIZER] = empty_optimizer_state(named, reader.contents)
-    with together(group):  # apart from the checks above: a file may be brought by all ranks together
-        extra = files.read_extra(folder, *place_in(group), reader.extra_sums, reader.present)
-        of_ranks = files.extra_readers(folder, reader.extra_sums, reader.present)
+    with together(group):  # apart from the checks above: each file is read by all ranks together
+        of_ranks = files.extra_readers(folder, reader.extra_sums, present)
+        extra = files.read_extra(of_ranks, *place_in(group), folder)
         state |= compression.empty_state(model, reader.contents, extra, of_ranks, bool(optimizers))
     state |= replicas.empty_state(model, reader.contents)
     read_into(state, reader, ranks.back, dry=True)

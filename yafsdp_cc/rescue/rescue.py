@@ -44,7 +44,16 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from yafsdp_cc.checkpoint import compression, files
 from yafsdp_cc.checkpoint.files import METADATA
 from yafsdp_cc.checkpoint.load import load, load_from
-from yafsdp_cc.checkpoint.ranks import Ranks, by_torch, check_is_one_model, check_is_one_value, meet, place_in, together
+from yafsdp_cc.checkpoint.ranks import (
+    Ranks,
+    Ticks,
+    by_torch,
+    check_is_one_model,
+    check_is_one_value,
+    meet,
+    place_in,
+    together,
+)
 from yafsdp_cc.checkpoint.reader import CheckpointReader
 from yafsdp_cc.checkpoint.save import collect, save, wait_for_saves
 from yafsdp_cc.checkpoint.state import as_sequence, host_copy, unwrapped
@@ -301,8 +310,7 @@ class Rescue:
         @contextmanager
         def present(name: str) -> Iterator[None]:
             came = fetch([name], folder, self._nodes, ranks.back)
-            with together(ranks.front):
-                yield
+            yield
             for each in came:  # another rank's file may have residuals as large as the model: no node keeps it
                 if each.target == self._nodes.rank and each.name != files.extra_name(*place_in(ranks.back)):
                     (folder / each.name).unlink()
@@ -516,7 +524,7 @@ def _step_of(name: str) -> int:
 def _step_at(path: Path, ranks: Ranks) -> int:
     """Return the number of steps of the checkpoint at ``path``, the same for all ranks; -1 where there is none."""
     step: Any = -1
-    with together(ranks.front):
+    with together(ranks.front), Ticks(ranks.back) as ticks, ticks.beside():
         try:
             folder = files.complete(files.place(path))
             is_there = folder.is_file() or bool(os.listdir(folder))  # globs find nothing in a folder without permission
@@ -525,9 +533,7 @@ def _step_at(path: Path, ranks: Ranks) -> int:
         except OSError as error:
             raise ValueError(f"{path} cannot be read ({error})") from error
         if is_there:
-            with warnings.catch_warnings():  # what differed between ranks is told when the checkpoint is loaded
-                warnings.simplefilter("ignore")
-                step = files.read_extra(folder, *place_in(ranks.front)).get(STEPS)
+            step = next((read().get(STEPS) for read in files.extra_readers(folder)), None)
             if not isinstance(step, int):
                 raise ValueError(
                     f"{folder} does not tell its step, as Rescue did not save it: read it by load(), and name another "
