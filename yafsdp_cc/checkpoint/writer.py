@@ -48,7 +48,8 @@ class CheckpointWriter(FileSystemWriter):
     ) -> None:
         super().__init__(folder)
         self._extra_sums, self._is_shared, self._beside = list(extra_sums), is_shared, beside
-        self.transforms: Any = _SummingTransforms()
+        self._streams: dict[MetadataIndex, _SummingStream] = {}
+        self.transforms: Any = self
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         if self._is_shared:
@@ -59,11 +60,17 @@ class CheckpointWriter(FileSystemWriter):
         """Write as torch's writer does, and add the checksum of each entry."""
         with self._beside(), files.writing(Path(self.path), _bytes(plan)):
             done = super().write_data(plan, planner)
-            if self.transforms.failures:
-                raise self.transforms.failures[0]
-        for result in done.value():
-            vars(result.storage_data)[CRC] = self.transforms.streams[result.index].crc
+            for result in done.value():
+                stream = self._streams[result.index]
+                if stream.failure is not None:
+                    raise stream.failure
+                vars(result.storage_data)[CRC] = stream.crc
         return done
+
+    def transform_save_stream(self, item: WriteItem, stream: IO[bytes]) -> tuple[_SummingStream, list[str]]:
+        """Return the stream that torch's writer sends an entry through, and the names of its transforms: none."""
+        self._streams[item.index] = summing = _SummingStream(stream)
+        return summing, []
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         places = {each.index: each.storage_data for written in results for each in written}
@@ -89,38 +96,26 @@ class FirstRankPlanner(DefaultSavePlanner):
         return plan
 
 
-class _SummingTransforms:
-    """Passes all data through unchanged, and records the stream of each entry."""
-
-    def __init__(self) -> None:
-        self.streams: dict[MetadataIndex, _SummingStream] = {}
-        self.failures: list[OSError] = []
-        """The first error of a write, which is raised when torch's code has returned."""
-
-    def transform_save_stream(self, item: WriteItem, stream: IO[bytes]) -> tuple[_SummingStream, list[str]]:
-        self.streams[item.index] = summing = _SummingStream(stream, self.failures)
-        return summing, []
-
-
 class _SummingStream(io.RawIOBase):
     """Writes to another stream, which it does not close, and computes the CRC-32 of the bytes.
 
     ``write`` raises nothing: an exception that comes through torch's native writer damages the memory of torch 2.11.
     """
 
-    def __init__(self, stream: IO[bytes], failures: list[OSError]) -> None:
-        self._stream, self._failures, self.crc = stream, failures, 0
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._stream, self.crc = stream, 0
+        self.failure: OSError | None = None
 
     def writable(self) -> bool:
         return True
 
     def write(self, data: Any) -> int:
         self.crc = zlib.crc32(data, self.crc)
-        if not self._failures:
+        if self.failure is None:
             try:
                 self._stream.write(data)
             except OSError as error:
-                self._failures.append(error)
+                self.failure = error
         return memoryview(data).nbytes
 
 
