@@ -172,6 +172,20 @@ def test_plain_models_on_the_meta_device(tmp_path):
         assert other.weight.equal(whole(model.weight))
 
 
+@ranks(2, patience=5)
+def test_what_one_rank_cannot_fill_is_refused_by_all(tmp_path, monkeypatch):
+    model = nn.Linear(2, 2)
+    save_file(model.state_dict(), tmp_path / f"{dist.get_rank()}.safetensors")
+
+    def fails(*_):
+        raise RuntimeError("out of memory")
+
+    if dist.get_rank() == 1:
+        monkeypatch.setattr(yafsdp_cc.checkpoint.full, "_fill", fails)
+    with pytest.raises((RuntimeError, ValueError)[dist.get_rank() == 0], match="out of memory"):
+        yafsdp_cc.load_safetensors(tmp_path / f"{dist.get_rank()}.safetensors", model)
+
+
 def test_a_full_disk_is_an_error_of_the_system(tmp_path):
     def body():
         model, _ = job("ours")

@@ -117,12 +117,7 @@ def save_safetensors(path: str | os.PathLike[str], model: nn.Module, *, dtype: t
     check_is_one_model("save_safetensors()", model)
     for param in require_state(model).params:
         check_plain(f"'{param.spec.name}'", param.local, "a safetensors file", "save it with yafsdp_cc.save")
-        if (
-            dtype is not None
-            and holds_bytes(param)
-            and param.parameter.is_floating_point()
-            and param.parameter.dtype != dtype
-        ):
+        if holds_bytes(param) and param.parameter.is_floating_point() and dtype not in (None, param.parameter.dtype):
             raise ValueError(
                 f"save_safetensors(dtype={dtype}) would cast '{param.spec.name}', whose {param.parameter.dtype} are "
                 "bytes of a quantised weight: leave dtype out"
@@ -198,12 +193,12 @@ def load_safetensors(path: str | os.PathLike[str], model: nn.Module) -> None:
         for name, each in extras.items():
             with files.reading(Path(path), f", '{name}',"):
                 state[name] = each.extra_state()
-    with torch.no_grad():
-        for name, each in places.items():
-            _fill(state[name], each)
-    for name in metadata_names(model, state):
-        del state[name]
     with refused_together(*group):
+        with torch.no_grad():
+            for name, each in places.items():
+                _fill(state[name], each)
+        for name in metadata_names(model, state):
+            del state[name]
         load_model_state(model, state)  # buffers and extra states: parameters are filled already
 
 

@@ -326,10 +326,8 @@ def _check_contents(contents: Metadata) -> dict[str, int]:
         for chunk in each.chunks:
             wanted.add(index := MetadataIndex(name, chunk.offsets))
             place = entries[index]
-            if (
-                not place.transform_descriptors
-                and place.length < math.prod(chunk.sizes) * each.properties.dtype.itemsize
-            ):
+            least = math.prod(chunk.sizes) * each.properties.dtype.itemsize
+            if not place.transform_descriptors and place.length < least:
                 raise ValueError(f"{place.length} bytes do not hold {list(chunk.sizes)} of '{name}'")
     if wanted != entries.keys():
         some = sorted(str(each.fqn) for each in wanted ^ entries.keys())[:3]

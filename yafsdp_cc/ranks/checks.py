@@ -66,9 +66,8 @@ def missing_in(group: dist.ProcessGroup) -> str:
             _questions[name] += 1
             key = f"yafsdp_cc/failed/{name}/{_questions[name]}"
             store.set(f"{key}/asked", "")
-            store.wait(
-                [f"{key}/asked"], timedelta(seconds=1)
-            )  # raises where the store is gone, and no rank is to blame
+            # ``wait`` raises where the store is gone, and no rank is to blame
+            store.wait([f"{key}/asked"], timedelta(seconds=1))
             if silent := exchange_over_store(store, key, group.rank(), ranks, "")[0]:
                 _missing[group] = f"no answer from {named_ranks(silent)}, which"
     return _missing.get(group, "")

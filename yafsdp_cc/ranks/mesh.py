@@ -102,11 +102,6 @@ def broadcast_over(groups: Iterable[dist.ProcessGroup], tensor: Tensor, mesh: De
         tensor.copy_(carried)
 
 
-def broadcast_from_first(tensor: Tensor, mesh: DeviceMesh, *, replicas_only: bool = False) -> None:
-    """Overwrite ``tensor`` with that of the mesh's first rank, or of the first rank that holds the same shard."""
-    broadcast_over(all_groups(mesh)[1 if replicas_only else 0 :], tensor, mesh)
-
-
 def writable(tensor: Tensor) -> Tensor:
     """Return ``tensor``, detached. One that cannot be written to, an expanded view or one made in inference mode, first
     gets memory of its own."""
@@ -121,6 +116,7 @@ def broadcast_values(tensors: Sequence[Tensor], mesh: DeviceMesh) -> None:
     """Give every rank the elements of the first rank's tensors, of any dtype."""
     for tensor in tensors:
         whole = tensor.resolve_conj().resolve_neg().contiguous()
-        broadcast_from_first(whole.view(-1).view(torch.uint8), mesh)  # as bytes: gloo does not carry every dtype
+        data = whole.view(-1).view(torch.uint8)  # gloo does not carry every dtype
+        broadcast_over(all_groups(mesh), data, mesh)
         if whole is not tensor:
             writable(tensor).copy_(whole)

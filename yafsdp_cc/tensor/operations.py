@@ -15,7 +15,7 @@ from torch._prims_common import infer_size
 from torch.distributed.tensor import Replicate
 
 from yafsdp_cc.forms.subclasses import tensors_of
-from yafsdp_cc.ranks.mesh import all_groups, all_reduce_over, broadcast_from_first, broadcast_over
+from yafsdp_cc.ranks.mesh import all_groups, all_reduce_over, broadcast_over
 from yafsdp_cc.tensor import reductions
 from yafsdp_cc.tensor.dtensor import (
     HANDLERS,
@@ -46,8 +46,9 @@ def _draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatDTens
     else:
         flat = wrap(drawn.clone(), spec)
     # all ranks that hold the same elements take those of the first such rank: their seeds may differ
+    groups = all_groups(spec.mesh) if spec.bounds is None else all_groups(spec.mesh)[1:]
     for part in tensors_of(flat._local_tensor):
-        broadcast_from_first(part, spec.mesh, replicas_only=spec.bounds is not None)
+        broadcast_over(groups, part, spec.mesh)
     if spec.tensor_parallel is not None:
         parallel = spec.tensor_parallel
         broadcast_over(parallel.groups_of(Replicate), flat._local_tensor, parallel.mesh)
