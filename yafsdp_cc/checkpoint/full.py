@@ -302,11 +302,8 @@ def _stored_tensors(reader: CheckpointReader, part: Mapping[str, Any]) -> Iterat
 
 
 def _write_files(folder: Path, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None) -> torch.dtype | None:
-    """Write tensors to files of bounded size, floating-point ones cast to ``dtype`` if it is given.
-
-    Returns:
-        The dtype of the first floating-point tensor in the files.
-    """
+    """Write tensors to files of bounded size, floating-point ones cast to ``dtype`` if it is given; return the dtype
+    of the first floating-point tensor in the files."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 

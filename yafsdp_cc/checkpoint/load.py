@@ -234,10 +234,6 @@ def check_has_memory(state: Mapping[str, Any], what: str) -> None:
         )
 
 
-def _has_class(value: Any) -> bool:
-    return isinstance(value, Tensor) and type(value) not in PLAIN and not isinstance(value, DTensor)
-
-
 def check_shapes(saved: Mapping[str, list[int] | None], state: Mapping[str, Any], folder: Path) -> None:
     """Compare ``saved`` names and shapes (None: an extra state, or not a tensor) with those of a model's ``state``."""
     wanted = {
@@ -252,13 +248,11 @@ def check_shapes(saved: Mapping[str, list[int] | None], state: Mapping[str, Any]
     lines += [f"checkpoint lacks '{name}' {wanted[name]}" for name in wanted if name not in saved]
     lines += [f"checkpoint has '{name}' {saved[name]}, model has no such name" for name in saved if name not in wanted]
     if lines:
-        of_parts = (name for name, each in state.items() if saved.get(name) != wanted[name] and _has_class(each))
         remedy = "Build the model as it was when it was saved"
-        if name := next(of_parts, ""):
-            remedy = (
-                f"'{name}' is a {type(state[name]).__name__} here, of which a sharded model has saved the bytes: shard "
-                "the model first, as it was then"
-            )
+        for name, each in state.items():
+            is_of_parts = isinstance(each, Tensor) and type(each) not in PLAIN and not isinstance(each, DTensor)
+            if is_of_parts and saved.get(name) != wanted[name]:
+                remedy = f"Shard the model first: '{name}' is a {type(each).__name__} here, and was saved as bytes"
         raise ValueError(f"{folder} does not fit the model:\n  {_listed(lines)}\n{remedy}")
 
 

@@ -278,14 +278,10 @@ def together(group: Group) -> Iterator[None]:
 
 @contextmanager
 def by_torch(doing: str, group: Group) -> Iterator[dict[str, Any]]:
-    """Yield the arguments of torch's checkpoint functions for ``group``; raise a rank's failure without torch's
-    wrapping.
+    """Yield the arguments of torch's checkpoint functions for ``group``.
 
-    Raises:
-        pickle.UnpicklingError: on all ranks: a file that one rank read wants code to be run.
-        ValueError: on all ranks: a file that one rank read is damaged.
-        RuntimeError: on all ranks: another failure of one rank; or a rank has ended or hangs; or ``group`` was
-            destroyed meanwhile.
+    A rank's failure is raised on all ranks, without torch's wrapping, as by ``together``. A rank that has ended or
+    hangs, and a ``group`` that was destroyed meanwhile, are a ``RuntimeError``.
     """
     try:
         if group and group[0].size() > 1:

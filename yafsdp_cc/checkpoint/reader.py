@@ -303,13 +303,9 @@ def _unpickle(content: bytes, path: Path) -> Metadata:
 
 
 def _check_contents(contents: Metadata) -> dict[str, int]:
-    """Check that a table of contents is consistent: torch writes no checksum, and anybody can make one.
+    """Return how many bytes each file must have at least, by name; raise any ``Exception`` for an inconsistent table.
 
-    Returns:
-        How many bytes each file must have at least, by name.
-
-    Raises:
-        Exception: of any type, if the table is inconsistent.
+    torch writes no checksum, and anybody can make a table.
     """
     for value, kinds in _kinds(contents):
         if not isinstance(value, kinds):

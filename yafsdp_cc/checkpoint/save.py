@@ -127,8 +127,7 @@ def collect(
 ) -> tuple[dict[str, Any], bytes]:
     """Return the sharded state, with the live tensors, and the content of this rank's extra file. A collective.
 
-    Args:
-        compressed: entries of compression and replicas for the sharded state.
+    ``compressed`` are the entries of compression and replicas for the sharded state.
     """
     with together(group):
         check_plain(extra, "extra", tensors=(Tensor, nn.Parameter))

@@ -235,8 +235,7 @@ def _uncast(dtype: torch.dtype | None, only: torch.dtype | None, held: Any, save
 def names_in_order(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[list[str]]:
     """Return the names of each optimizer's parameters, in the order in which its state dict counts them.
 
-    Raises:
-        ValueError: a parameter is none of the model's, or another optimizer's, too.
+    Raise a ``ValueError`` if a parameter is none of the model's, or another optimizer's, too.
     """
     names = {parameter: plain_name(name) for name, parameter in model.named_parameters()}
     owners: dict[str, int] = {}

@@ -78,10 +78,9 @@ _TIMEOUT, _GLANCE = 5.0, 0.05
 
 
 def exchange_over_store(store: Store, key: str, rank: int, ranks: Sequence[int], text: str) -> tuple[list[int], str]:
-    """Tell the other ranks ``text`` where collectives no longer work; ``rank`` is this one's index among ``ranks``.
+    """Tell the other ranks ``text`` where collectives no longer work; return who is silent, and all texts as lines.
 
-    Returns:
-        The ranks that do not answer, and the texts of all ranks that answer, as lines.
+    ``rank`` is this one's index among ``ranks``.
     """
     until, answers = time.monotonic() + _TIMEOUT, []
     with suppress(RuntimeError, ValueError):  # the store may be gone with the rank or the launcher that held it
@@ -100,8 +99,7 @@ def exchange_over_store(store: Store, key: str, rank: int, ranks: Sequence[int],
 def refused_together(*across: dist.ProcessGroup) -> Iterator[None]:
     """Raise on every rank what one rank raises within the block, so that no other waits for that rank in vain.
 
-    Raises:
-        ValueError: on the other ranks, with the message of the rank that raised.
+    The other ranks raise a ``ValueError``, with the message of the rank that raised.
     """
     refusal: Exception | None = None
     try:
@@ -117,11 +115,7 @@ def refused_together(*across: dist.ProcessGroup) -> Iterator[None]:
 
 
 def check_settings(settings: Mapping[str, object], across: Sequence[dist.ProcessGroup], call: str = "shard()") -> None:
-    """Compare the arguments of a ``call`` across ranks.
-
-    Raises:
-        ValueError: on every rank, naming the first argument that differs.
-    """
+    """Raise a ``ValueError`` on every rank that names the first argument of a ``call`` that differs between ranks."""
     mine = {name: repr(value) for name, value in settings.items()}
     everybody = all_gather_objects(mine, across)
     for name in mine:

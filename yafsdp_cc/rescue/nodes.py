@@ -80,13 +80,9 @@ def files_in(folder: Path) -> dict[str, int]:
 
 
 def fetch(names: Collection[str], folder: Path, nodes: Nodes, group: Group) -> list[Transfer]:
-    """Bring files that ``folder`` lacks on this rank's node from other nodes. A collective.
+    """Bring files that ``folder`` lacks on this rank's node from other nodes; return the transfers of all ranks.
 
-    Returns:
-        The transfers that were made between all ranks.
-
-    Raises:
-        LostError: on every rank: no node has one of the files.
+    A collective, which raises a ``LostError`` on every rank if no node has one of the files.
     """
     here = files_in(folder)
     missing = sorted(name for name in names if name not in here)
@@ -111,9 +107,7 @@ def copy_to_buddies(
 ) -> None:
     """Copy files that one node alone has to another one. A collective.
 
-    Args:
-        whole: bytes of the files that this rank has in ``folder``, by name.
-        may_send: as that of ``transfer``.
+    ``whole`` has the bytes of the files that this rank has in ``folder``, by name.
     """
     found = all_gather_objects(whole, group)
     copies: list[Transfer] = []

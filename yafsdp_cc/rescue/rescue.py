@@ -248,9 +248,7 @@ class Rescue:
     def _load(self, snapshots: Collection[str]) -> tuple[int, str, str]:
         """Load the newest of some snapshots and the checkpoint at ``path`` that is whole.
 
-        Returns:
-            The number of finished steps; where the state is from, in words ("" for nowhere); the name of the snapshot
-            ("" if none was loaded).
+        Return the number of finished steps; from where they are, in words; the snapshot's name ("" for no snapshot).
         """
         path, found, damage = self._path, [(_step_of(name), name) for name in snapshots], list[Exception]()
 
@@ -298,9 +296,7 @@ class Rescue:
     def _load_snapshot(self, folder: Path) -> tuple[dict[str, Any], str]:
         """Load a snapshot, of which this node may lack files; return its extra data, and in words what was fetched.
 
-        Raises:
-            LostError: on every rank: no node has one of the files; torch raises a ``ValueError`` of its own from it.
-            ValueError: on every rank: a file is damaged, or the snapshot is of another model.
+        A ``LostError``, if no node has one of the files, may be the cause of a ``ValueError`` by torch.
         """
         ranks, moved = self._ranks, list[Transfer]()
 
