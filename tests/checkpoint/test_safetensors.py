@@ -2,6 +2,7 @@
 
 import json
 import resource
+import time
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 
 import yafsdp_cc
 import yafsdp_cc.checkpoint.full
+import yafsdp_cc.checkpoint.ranks
 import yafsdp_cc.tools.cli as cli
 from tests.checkpoint.jobs import job, same, whole
 from tests.models import Transformer
@@ -170,6 +172,16 @@ def test_plain_models_on_the_meta_device(tmp_path):
             load(tmp_path / saved, other)
         load(tmp_path / saved, other.to_empty(device="cpu"))
         assert other.weight.equal(whole(model.weight))
+
+
+@ranks(2, patience=2, fresh=True)
+def test_a_disk_may_take_longer_than_the_time_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(yafsdp_cc.checkpoint.ranks, "TICK", 0.5)
+    model = nn.Linear(2, 2)
+    save_file(model.state_dict(), tmp_path / f"{dist.get_rank()}.safetensors")
+    fill, times = yafsdp_cc.checkpoint.full._fill, iter([3 * dist.get_rank()])
+    monkeypatch.setattr(yafsdp_cc.checkpoint.full, "_fill", lambda *args: (time.sleep(next(times, 0)), fill(*args)))
+    yafsdp_cc.load_safetensors(tmp_path / f"{dist.get_rank()}.safetensors", model)
 
 
 @ranks(2, patience=5)

@@ -37,8 +37,9 @@ from yafsdp_cc.checkpoint.load import (
     model_part,
     read_into,
 )
-from yafsdp_cc.checkpoint.ranks import check_arguments, check_is_one_model, meet, place_in, ranks_of
+from yafsdp_cc.checkpoint.ranks import Ticks, check_arguments, check_is_one_model, meet, place_in, ranks_of
 from yafsdp_cc.checkpoint.reader import CheckpointReader
+from yafsdp_cc.checkpoint.save import wait_for_saves
 from yafsdp_cc.checkpoint.state import (
     MODEL,
     empty_extra_states,
@@ -163,10 +164,11 @@ def load_safetensors(path: str | os.PathLike[str], model: nn.Module) -> None:
     from safetensors import safe_open
 
     check_arguments("load_safetensors", path, model)
+    wait_for_saves()
     synchronize_replicas(model)  # an exchange in flight must end before the weights are replaced
     model = unwrapped(model)
-    group = ranks_of(model).front
-    with refused_together(*group):
+    ranks = ranks_of(model)
+    with refused_together(*ranks.front), closing(Ticks(ranks.back)) as ticks, ticks.beside():
         check_shows_shards(model, "load_safetensors")
         own = model_state(model)
         check_has_memory(own, "load_safetensors")
@@ -193,7 +195,7 @@ def load_safetensors(path: str | os.PathLike[str], model: nn.Module) -> None:
         for name, each in extras.items():
             with files.reading(Path(path), f", '{name}',"):
                 state[name] = each.extra_state()
-    with refused_together(*group):
+    with refused_together(*ranks.front), closing(Ticks(ranks.back)) as ticks, ticks.beside():
         with torch.no_grad():
             for name, each in places.items():
                 _fill(state[name], each)

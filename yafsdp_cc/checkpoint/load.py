@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -107,13 +107,13 @@ def load_from(
 ) -> dict[str, Any]:
     """Load the checkpoint that ``reader_of`` opens; after an error, callers check if it was replaced. A collective."""
     group = ranks.front
-    with together(group), Ticks(ranks.back) as ticks, ticks.beside():
+    with together(group), closing(Ticks(ranks.back)) as ticks, ticks.beside():
         reader = reader_of()
         folder = Path(reader.path)
 
     @contextmanager
     def present(name: str) -> Iterator[None]:
-        with reader.present(name), together(group), Ticks(ranks.back) as ticks, ticks.beside():
+        with reader.present(name), together(group), closing(Ticks(ranks.back)) as ticks, ticks.beside():
             yield
 
     digests = all_gather_objects((reader.digest, str(folder)), group)
@@ -196,7 +196,7 @@ def read_into(state: dict[str, Any], reader: CheckpointReader, group: Group, dry
     stored, parts = reader.stored_names, dict(state)
     if MODEL in state:
         parts[MODEL] = {stored.get(name, name): value for name, value in state[MODEL].items()}
-    with Ticks(group) as ticks, by_torch(f"loading {reader.path}", group) as which:
+    with closing(Ticks(group)) as ticks, by_torch(f"loading {reader.path}", group) as which:
         reader.beside = ticks.beside
         state_dict_loader.load(parts, storage_reader=reader, planner=DryPlanner() if dry else SafePlanner(), **which)
     if MODEL in state:

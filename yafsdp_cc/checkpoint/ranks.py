@@ -185,7 +185,7 @@ class Ticks:
 
     The thread that meets is made with the object: a program that has come to its end, and waits for a save, can make
     no thread. A rank without a thread, as in an ``atexit`` handler, does its work first, and meets the others then.
-    Leave the context at the end, to end the thread.
+    Close a ``Ticks`` at the end.
     """
 
     def __init__(self, group: Group) -> None:
@@ -199,17 +199,14 @@ class Ticks:
     def _run(self) -> None:
         while (work := self._works.get()) is not None:
             is_over, met = work
+            told = [False]
             try:
-                self._meet(is_over)
+                while not all(told):
+                    is_over.wait(TICK)
+                    told = all_gather_objects(is_over.is_set(), self.group)
                 met.set_result(None)
             except BaseException as error:
                 met.set_exception(error)
-
-    def _meet(self, is_over: Event) -> None:
-        told = [False]
-        while not all(told):
-            is_over.wait(TICK)
-            told = all_gather_objects(is_over.is_set(), self.group)
 
     @contextmanager
     def beside(self) -> Iterator[None]:
@@ -218,22 +215,19 @@ class Ticks:
         Raises:
             RuntimeError: a rank has ended or hangs.
         """
-        is_over, met, has_thread = Event(), Future[None](), self._thread.is_alive()
-        if has_thread:
-            self._works.put((is_over, met))
+        is_over, met = Event(), Future[None]()
+        self._works.put((is_over, met))
         try:
             yield
         finally:
             is_over.set()
-            if has_thread:
-                met.result()
-            else:
-                self._meet(is_over)
+            if not self._thread.is_alive():
+                self._works.put(None)
+                self._run()
+            met.result()
 
-    def __enter__(self) -> Ticks:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """End the thread."""
         if self._thread.is_alive():
             self._works.put(None)
             self._thread.join()

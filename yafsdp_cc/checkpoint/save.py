@@ -147,7 +147,7 @@ def wait_for_saves() -> None:
 
 def _write(path: Path, state: dict[str, Any], content: bytes, ticks: Ticks) -> None:
     group, (rank, world) = ticks.group, place_in(ticks.group)
-    with ticks, ExitStack() as stack:
+    with closing(ticks), ExitStack() as stack:
         with by_torch(f"saving {path}", group) as which:
             with together(group), ticks.beside():
                 replacement = stack.enter_context(closing(Replacement(path, files.CHECKPOINT))) if rank == 0 else None

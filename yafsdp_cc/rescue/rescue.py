@@ -25,7 +25,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, ClassVar
 
@@ -520,7 +520,7 @@ def _step_of(name: str) -> int:
 def _step_at(path: Path, ranks: Ranks) -> int:
     """Return the number of steps of the checkpoint at ``path``, the same for all ranks; -1 where there is none."""
     step: Any = -1
-    with together(ranks.front), Ticks(ranks.back) as ticks, ticks.beside():
+    with together(ranks.front), closing(Ticks(ranks.back)) as ticks, ticks.beside():
         try:
             folder = files.complete(files.place(path))
             is_there = folder.is_file() or bool(os.listdir(folder))  # globs find nothing in a folder without permission
