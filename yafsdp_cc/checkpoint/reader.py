@@ -49,13 +49,6 @@ CRC, EXTRA_SUMS = "crc32", "extra_crc32"
 files. torch's own reader ignores them. They are names in files, which earlier versions' checkpoints need unchanged."""
 
 
-def _layout(name: str) -> torch.layout:
-    found = getattr(torch, name.removeprefix("torch."), None)
-    if not isinstance(found, torch.layout):
-        raise ValueError(f"no layout {name!r}")
-    return found
-
-
 _ALLOWED: dict[tuple[str, str], Any] = {
     (kind.__module__, kind.__qualname__): kind
     for kind in (
@@ -71,7 +64,7 @@ _ALLOWED: dict[tuple[str, str], Any] = {
         torch.Size,
     )
 } | {
-    ("torch.serialization", "_get_layout"): _layout,
+    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
     # The folder that the checkpoint was written to, of any system and Python version: unpickled as a path that nobody
     # opens.
     **{

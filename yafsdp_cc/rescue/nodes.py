@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,9 +17,6 @@ from torch import Tensor
 from yafsdp_cc.checkpoint.files import writing
 from yafsdp_cc.checkpoint.ranks import TICK, Group, place_in, together
 from yafsdp_cc.ranks.checks import all_gather_objects, named_ranks
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
 
 _PART = 1 << 19
 """Bytes of one message: some milliseconds of a link of 1 Gbit/s, for which training may have to wait."""
@@ -152,10 +149,8 @@ def transfer(
         except OSError as error:  # without room for it no rank can use the snapshot
             raise ValueError(str(error)) from error
     # Issue all receives first: ranks that only received once their own message was taken could wait in a circle.
-    works: dict[Transfer, list[dist.Work]] = {}
-    for each in received:
-        parts = _mapped(_part_of(folder, each), each.size)
-        works[each] = [group[0].recv([part], each.source, _TAG) for part in parts]
+    parts = ((each.source, part) for each in received for part in _mapped(_part_of(folder, each), each.size))
+    receives = [group[0].recv([part], source, _TAG) for source, part in parts]
     left = deque((each.target, part) for each in sent for part in _mapped(folder / each.name, each.size))
     total, gone = sum(each.size for each in sent), 0
     while True:
@@ -172,9 +167,9 @@ def transfer(
                 gone += part.nbytes
             else:
                 time.sleep(_PAUSE)
-    for each, receives in works.items():
-        for work in receives:
-            work.wait()
+    for work in receives:
+        work.wait()
+    for each in received:
         os.replace(_part_of(folder, each), folder / each.name)
 
 

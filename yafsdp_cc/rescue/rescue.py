@@ -39,7 +39,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map, tree_structure
 
 from yafsdp_cc.checkpoint import compression, files
 from yafsdp_cc.checkpoint.files import METADATA
@@ -62,7 +62,7 @@ from yafsdp_cc.fsdp2.module import drop_unreduced, require_state, sharded_parts
 from yafsdp_cc.ranks.checks import all_gather_objects, table_of_ranks
 from yafsdp_cc.replicas.sync import local_of, refuse_sync
 from yafsdp_cc.rescue.memory import MEMORY, folder_of_run, locked_by_rank
-from yafsdp_cc.rescue.nodes import LostError, Nodes, Transfer, copy_to_buddies, fetch, files_in
+from yafsdp_cc.rescue.nodes import LostError, Nodes, copy_to_buddies, fetch, files_in
 
 if TYPE_CHECKING:
     from yafsdp_cc.checkpoint.state import Optimizers
@@ -298,10 +298,10 @@ class Rescue:
 
         A ``LostError``, if no node has one of the files, may be the cause of a ``ValueError`` by torch.
         """
-        ranks, moved = self._ranks, list[Transfer]()
+        ranks, moved = self._ranks, set[str]()
 
         def bring(names: Collection[str]) -> None:
-            moved.extend(fetch(names, folder, self._nodes, ranks.back))
+            moved.update(each.name for each in fetch(names, folder, self._nodes, ranks.back))
 
         @contextmanager
         def present(name: str) -> Iterator[None]:
@@ -317,7 +317,7 @@ class Rescue:
         with together(ranks.front):  # a table damaged on one node fails on all ranks
             reader = CheckpointReader(folder, bring, present)
         extra = load_from(lambda: reader, self._model, self._optimizers, ranks)
-        came = {each.name for each in moved if each.name.endswith(".distcp")}
+        came = [name for name in moved if name.endswith(".distcp")]
         return extra, f"memory ({len(came)} of {len(reader.names)} parts from another node)" if came else "memory"
 
     @torch.inference_mode(False)  # inference mode refuses copies of parameters
@@ -410,13 +410,11 @@ class Rescue:
             check_is_one_value("Rescue.step()", self._model, self._ranks.front)
         compressed = compression.sharded_state(self._model, means=False)
         state, content = collect(self._model, self._optimizers, self._extra(), compressed, self._ranks.front)
-        values, form = tree_flatten(state)
-        kept, kept_form = tree_flatten(self._kept)
-        if kept_form != form:
-            kept = [None] * len(values)
-        self._kept = tree_unflatten(list(map(_copy_over, kept, values)), form)
-        copied = None
-        if device := next((each.device for each in values if isinstance(each, Tensor) and each.is_cuda), None):
+        if tree_structure(self._kept) != tree_structure(state):
+            self._kept = tree_map(lambda _: None, state)
+        self._kept = tree_map(_copy_over, self._kept, state)
+        copied, tensors = None, (each for each in tree_leaves(state) if isinstance(each, Tensor))
+        if device := next((each.device for each in tensors if each.is_cuda), None):
             copied = torch.cuda.Event()
             copied.record(torch.cuda.current_stream(device))
         self._started = self._steps
