@@ -31,7 +31,7 @@ from yafsdp_cc.fsdp2.module import require_state, sharded_parts
 from yafsdp_cc.ranks.checks import all_gather_objects, refused_together
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch.distributed.checkpoint.metadata import Metadata
 
@@ -161,53 +161,36 @@ def load_state(
     """
     own = {name: extra.pop(name) for name in list(extra) if name.startswith(_OWN)}
     for prefix, state, schedule in _compressed(model):
-        tensors: dict[str, dict[str, FlatDTensor]] = {
-            kind: {
-                name.removeprefix(prefix): each
-                for name, each in loaded.get(kind, {}).items()
-                if name.startswith(prefix)
-            }
+        residuals, estimates, kept = (
+            {name.removeprefix(prefix): each for name, each in loaded.get(kind, {}).items() if name.startswith(prefix)}
             for kind in _KINDS
-        }
-        of_ranks = (read().get(LOCAL + prefix, {}) for read in extras)
-        _load_part(state, schedule, tensors, {name: own.get(name + prefix) for name in _OWN}, of_ranks, group)
-
-
-def _load_part(
-    state: FSDPState,
-    schedule: CompressionSchedule,
-    loaded: dict[str, dict[str, FlatDTensor]],
-    own: dict[str, Any],
-    of_ranks: Iterable[dict[str, Any]],
-    group: Group,
-) -> None:
-    """Load compression's state of one sharded part of a model; ``of_ranks`` has the ``LOCAL`` of all that saved."""
-    local, fallen, clip = own[LOCAL], own[FALLBACK], own[CLIP]
-    with refused_together(*group):
-        if own[STEPS] is not None:
-            schedule.resume(own[STEPS])
-            state.outdated |= not schedule.phase.encodes  # assemble anew: exact sums need scratch buffers
-        for flat, compressed in compressed_sums(state):  # go on with the saved counters of random numbers
-            compressed.rounded = (own[ROUNDED] or {}).get(flat.name, compressed.rounded)
-        schedule.resume_decay(own[DECAY])
-        if fallen is not None and (fallback := CodecFallback.of(state)) is not None:
-            fallback.load_state_dict(fallen)
-        # an exact step, in which clipping limits are measured, needs the whole first moment: none of it may be in
-        # residuals
-        ready = clip is not None or schedule.clip is None
-        fits = ready and local is not None and load_local_residuals(state, local)
-        schedule.resume_clip(clip if fits else None, state.context.device)
-    # unless all ranks' residuals fit, start with empty ones, and add the mean of the saved ones to the next sums
-    if not all(all_gather_objects(fits, group)):
-        residuals, estimates = loaded[RESIDUALS], loaded[ESTIMATES]
-        if not (residuals or estimates):  # a snapshot of ``Rescue`` has no means
-            with refused_together(*group):
-                residuals, estimates = means_of_ranks(state, of_ranks)
-        carry_over_residuals(state, {**empty_residuals(state), **residuals})
-        load_estimates(state, estimates)
-    if loaded[KEPT]:
-        load_kept_weights(state, loaded[KEPT], own[BEHIND] or [])
-    require_state(state.model)  # makes the loaded phase's buffers now: ``plan_of`` lists them before a forward
+        )
+        steps, local, fallen, clip = (own.get(name + prefix) for name in (STEPS, LOCAL, FALLBACK, CLIP))
+        with refused_together(*group):
+            if steps is not None:
+                schedule.resume(steps)
+                state.outdated |= not schedule.phase.encodes  # assemble anew: exact sums need scratch buffers
+            rounded = own.get(ROUNDED + prefix) or {}  # the saved counters of random numbers
+            for flat, compressed in compressed_sums(state):
+                compressed.rounded = rounded.get(flat.name, compressed.rounded)
+            schedule.resume_decay(own.get(DECAY + prefix))
+            if fallen is not None and (fallback := CodecFallback.of(state)) is not None:
+                fallback.load_state_dict(fallen)
+            # an exact step, in which clipping limits are measured, needs the whole first moment: none of it may be in
+            # residuals
+            ready = clip is not None or schedule.clip is None
+            fits = ready and local is not None and load_local_residuals(state, local)
+            schedule.resume_clip(clip if fits else None, state.context.device)
+        # unless all ranks' residuals fit, start with empty ones, and add the mean of the saved ones to the next sums
+        if not all(all_gather_objects(fits, group)):
+            if not (residuals or estimates):  # a snapshot of ``Rescue`` has no means
+                with refused_together(*group):
+                    residuals, estimates = means_of_ranks(state, (read().get(LOCAL + prefix, {}) for read in extras))
+            carry_over_residuals(state, {**empty_residuals(state), **residuals})
+            load_estimates(state, estimates)
+        if kept:
+            load_kept_weights(state, kept, own.get(BEHIND + prefix) or [])
+        require_state(state.model)  # makes the loaded phase's buffers now: ``plan_of`` lists them before a forward
 
 
 def _compressed(model: nn.Module) -> Iterator[tuple[str, FSDPState, CompressionSchedule]]:
