@@ -7,7 +7,7 @@ time only to verify checksums, so that no second copy of the model is held.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from itertools import accumulate
 from pathlib import Path
@@ -95,7 +95,9 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers =
     for left in reversed(range(_TRIES)):
         before = files.version(target)
         try:
-            return load_from(lambda: CheckpointReader(files.complete(target)), model, optimizers, ranks)
+            with together(ranks.front), closing(Ticks(ranks.back)) as ticks, ticks.beside():
+                reader = CheckpointReader(files.complete(target))
+            return load_from(reader, model, optimizers, ranks)
         except (ValueError, FileNotFoundError, _ReplacedError):
             if not any(all_gather_objects(files.version(target) != before, ranks.front)) or not left:
                 raise
@@ -103,13 +105,10 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers =
 
 
 def load_from(
-    reader_of: Callable[[], CheckpointReader], model: nn.Module, optimizers: Sequence[Optimizer], ranks: Ranks
+    reader: CheckpointReader, model: nn.Module, optimizers: Sequence[Optimizer], ranks: Ranks
 ) -> dict[str, Any]:
-    """Load the checkpoint that ``reader_of`` opens; after an error, callers check if it was replaced. A collective."""
-    group = ranks.front
-    with together(group), closing(Ticks(ranks.back)) as ticks, ticks.beside():
-        reader = reader_of()
-        folder = Path(reader.path)
+    """Load the checkpoint of ``reader``; after an error, callers check if it was replaced. A collective."""
+    group, folder = ranks.front, Path(reader.path)
 
     @contextmanager
     def present(name: str) -> Iterator[None]:

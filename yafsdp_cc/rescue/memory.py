@@ -71,7 +71,10 @@ class RunMemory:
         for folder in _ROOT.glob(f"yafsdp_cc-{os.getuid()}-*/*/"):
             is_of_name = folder.parent == self._folder.parent
             if folder != self._folder and (is_of_name or not any(folder.glob("*/step*"))):
-                _remove_left_behind(folder)
+                with suppress(OSError), (folder / "lock").open("rb") as lock:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises if the launcher of that run lives
+                    shutil.rmtree(folder, ignore_errors=True)
+                    folder.parent.rmdir()
         os.environ[MEMORY] = str(self._folder)
         with suppress(OSError):  # where memory is full, the first snapshot raises
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -87,11 +90,3 @@ class RunMemory:
         self._lock.close()
         with suppress(OSError):
             self._folder.parent.rmdir()
-
-
-def _remove_left_behind(folder: Path) -> None:
-    """Remove a run's folder, unless its launcher lives."""
-    with suppress(OSError), (folder / "lock").open("rb") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.parent.rmdir()

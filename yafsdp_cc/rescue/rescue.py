@@ -316,7 +316,7 @@ class Rescue:
         bring([METADATA])
         with together(ranks.front):  # a table damaged on one node fails on all ranks
             reader = CheckpointReader(folder, bring, present)
-        extra = load_from(lambda: reader, self._model, self._optimizers, ranks)
+        extra = load_from(reader, self._model, self._optimizers, ranks)
         came = [name for name in moved if name.endswith(".distcp")]
         return extra, f"memory ({len(came)} of {len(reader.names)} parts from another node)" if came else "memory"
 
