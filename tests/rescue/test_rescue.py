@@ -972,7 +972,7 @@ class Stateless:
 MISTAKES = {
     "every=0, save_every=0: every must be 1 or more, save_every a multiple": {"every": 0},
     "every=2, save_every=3: every must be 1 or more, save_every a multiple": {"every": 2, "save_every": 3},
-    r"save_every=20 needs the path of the checkpoints: Rescue\(..., path='checkpoints/last'\)": {"save_every": 20},
+    r"save_every=20 needs the path of the checkpoints: Rescue\(..., path='last'\)": {"save_every": 20},
     r"loader is a Stateless, which has no state_dict\(\) and load_state_dict\(\)": {"loader": Stateless()},
     r"Rescue gives save\(\) something of its own as 'steps': choose another name": {"steps": torch.Generator()},
     "something of its own as 'asynchronous': choose another name": {"asynchronous": torch.Generator()},

@@ -264,9 +264,7 @@ class _Unpickler(pickle._Unpickler):
 
     def _checked(self, code: bytes, values: Sequence[object]) -> None:
         if not all(map(_is_small, values)):
-            raise ValueError(
-                "its pickle has nested objects as keys of dictionaries or as arguments, which no table of contents has"
-            )
+            raise ValueError("its pickle has nested objects as keys or as arguments, which no table of contents has")
         _READ[code[0]](self)
 
     dispatch: ClassVar[dict[int, Any]] = {

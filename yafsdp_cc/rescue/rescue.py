@@ -118,9 +118,7 @@ class Rescue:
         if every < 1 or save_every < 0 or save_every % every:
             raise ValueError(f"every={every}, save_every={save_every}: every must be 1 or more, save_every a multiple")
         if save_every and path is None:
-            raise ValueError(
-                f"save_every={save_every} needs the path of the checkpoints: Rescue(..., path='checkpoints/last')"
-            )
+            raise ValueError(f"save_every={save_every} needs the path of the checkpoints: Rescue(..., path='last')")
         self._states: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {}
         """Functions that return, and that restore, the state of each object."""
         for name, each in states.items():
@@ -269,29 +267,30 @@ class Rescue:
         if found:
             drop_unreduced(self._model)
         for step, name in sorted(found, reverse=True):  # a snapshot comes before a checkpoint of the same step
-            extra = None
             with trying(name):
                 if name or path is None:
                     extra, source = self._load_snapshot(self._folder / name)
                 else:
                     extra, source = load(path, self._model, self._optimizers), str(path)
-            if extra is not None:
-                odd = [f"no state for '{key}'" for key in sorted(self._states.keys() - extra.keys())]
-                more = sorted(extra.keys() - self._states - {STEPS})
-                odd += [f"a state of '{key}' that nothing takes" for key in more]
-                if self._nodes.rank == 0 and odd and RANDOM in extra:  # else save(), or other ranks, made it
-                    warnings.warn(
-                        f"Rescue.restore(): what was saved behind step {step} has {', '.join(odd)}. An object without "
-                        "a saved state is left as the program made it: give each the name that it had",
-                        stacklevel=4,
-                    )
-                for key, (_, restore) in self._states.items():
-                    if key in extra:
-                        restore(extra[key])
-                return step, f"behind step {step}, from {source}", name
-        if damage:
-            raise damage[0]
-        return 0, "", ""
+                source = f"behind step {step}, from {source}"
+                break
+        else:
+            if damage:
+                raise damage[0]
+            return 0, "", ""
+        odd = [f"no state for '{key}'" for key in sorted(self._states.keys() - extra.keys())]
+        more = sorted(extra.keys() - self._states - {STEPS})
+        odd += [f"a state of '{key}' that nothing takes" for key in more]
+        if self._nodes.rank == 0 and odd and RANDOM in extra:  # else save(), or other ranks, made it
+            warnings.warn(
+                f"Rescue.restore(): what was saved behind step {step} has {', '.join(odd)}. An object without a saved "
+                "state is left as the program made it: give each the name that it had",
+                stacklevel=4,
+            )
+        for key, (_, restore) in self._states.items():
+            if key in extra:
+                restore(extra[key])
+        return step, source, name
 
     def _load_snapshot(self, folder: Path) -> tuple[dict[str, Any], str]:
         """Load a snapshot, of which this node may lack files; return its extra data, and in words what was fetched.
