@@ -172,8 +172,8 @@ def test_a_save_whose_process_group_is_destroyed_meanwhile_replaces_nothing(is_m
 @ranks(1, fresh=True)
 def test_a_single_rank_saves_on_though_its_process_group_is_made_again(tmp_path, monkeypatch):
     model, made_again = nn.Linear(2, 2), threading.Event()
-    record_save = save_module.record_save
-    monkeypatch.setattr(save_module, "record_save", lambda *args: (made_again.wait(), record_save(*args)))
+    commit = files.Replacement.commit
+    monkeypatch.setattr(files.Replacement, "commit", lambda self: (commit(self), made_again.wait()))
     saving = yafsdp_cc.save(tmp_path / "step", model, asynchronous=True, step=3)
     dist.destroy_process_group()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -119,31 +119,29 @@ def check_is_one_value(call: str, model: nn.Module, group: Group) -> None:
                 )
 
 
-def check_is_apart(path: Path, group: Group) -> None:
-    """Raise a ``ValueError`` if ranks of this run, none of them in ``group``, have saved what is at ``path`` now.
-
-    Stages of a pipeline would replace each other's checkpoint. For the first rank of a group.
-    """
-    if not (_is_alive(group) and group[0].size() < dist.get_world_size()):
-        return
-    store, key, own = _get_default_store(), f"yafsdp_cc/saved/{path}", dist.get_process_group_ranks(group[0])
-    others, saved = json.loads(store.get(key)) if store.check([key]) else (own, ())
-    if set(own).isdisjoint(others) and tuple(saved) == version(path):
-        raise ValueError(
-            f"what is at {path} was saved by {named_ranks(others)} of this run, and this checkpoint would take its "
-            "place. Save each model at a path of its own, a stage of a pipeline at f'{path}/{stage}'"
-        )
-
-
 def _is_alive(group: Group) -> bool:
     return bool(group) and group[0] in dist.distributed_c10d._world.pg_map
 
 
-def record_save(path: Path, group: Group) -> None:
-    """Let ``check_is_apart`` know whose checkpoint is at ``path`` now. For the first rank of ``group``."""
+@contextmanager
+def apart(path: Path, group: Group) -> Iterator[None]:
+    """Let other ranks of this run know whose checkpoint is at ``path`` behind this block. For a group's first rank.
+
+    Raise a ``ValueError`` if ranks of this run, none of them in ``group``, have saved what is there now: stages of a
+    pipeline would replace each other's checkpoint.
+    """
+    key = f"yafsdp_cc/saved/{path}"
     if _is_alive(group):
-        value = json.dumps((dist.get_process_group_ranks(group[0]), version(path)))
-        _get_default_store().set(f"yafsdp_cc/saved/{path}", value)
+        store, own = _get_default_store(), dist.get_process_group_ranks(group[0])
+        others, saved = json.loads(store.get(key)) if store.check([key]) else (own, ())
+        if set(own).isdisjoint(others) and tuple(saved) == version(path):
+            raise ValueError(
+                f"what is at {path} was saved by {named_ranks(others)} of this run, and this checkpoint would take its "
+                "place. Save each model at a path of its own, a stage of a pipeline at f'{path}/{stage}'"
+            )
+    yield
+    if _is_alive(group):
+        store.set(key, json.dumps((own, version(path))))
 
 
 def part_of(parameter: Tensor) -> tuple[int, ...] | None:

@@ -24,14 +24,13 @@ from yafsdp_cc.checkpoint import compression, files, replicas
 from yafsdp_cc.checkpoint.files import Replacement
 from yafsdp_cc.checkpoint.ranks import (
     Ticks,
+    apart,
     by_torch,
     check_arguments,
-    check_is_apart,
     check_is_one_model,
     check_is_one_value,
     meet,
     place_in,
-    record_save,
     together,
 )
 from yafsdp_cc.checkpoint.state import MODEL, OPTIMIZER, as_sequence, check_plain, host_copy, state_of, unwrapped
@@ -163,9 +162,8 @@ def _write(path: Path, state: dict[str, Any], content: bytes, ticks: Ticks) -> N
         with together(group), ticks.beside():
             if replacement is not None:
                 files.write(folder / files.METADATA, writer.table)
-                check_is_apart(path, group)
-                replacement.commit()
-                record_save(path, group)
+                with apart(path, group):
+                    replacement.commit()
 
 
 def _check_alike(state: dict[str, Any], group: Group) -> None:
