@@ -84,15 +84,9 @@ def version(path: Path) -> tuple[int, int]:
 class Replacement:
     """A new content of ``path``, written beside it in a folder that no other save has. One rank makes it.
 
-    Close a ``Replacement`` at the end, whether it was committed or not. ``new`` is the folder to write into.
-
-    Args:
-        path: the folder to replace or create.
-        replaceable: patterns of files that may be at ``path`` already, and are deleted when the new folder takes its
-            place.
-
-    Raises:
-        ValueError: ``path`` holds other files.
+    Close a ``Replacement`` at the end, whether it was committed or not. ``new`` is the folder to write into. What is
+    at ``path`` is deleted when the new folder takes its place: a ``ValueError`` refuses files whose names match none of
+    the patterns ``replaceable``.
     """
 
     def __init__(self, path: Path, replaceable: Sequence[str] = ()) -> None:
@@ -231,8 +225,7 @@ def _no_space(folder: Path, needed: int, free: int) -> OSError:
 def reading(file: Path, part: str = "") -> Iterator[None]:
     """Turn any error of reading a damaged file into a ``ValueError`` that names the file, and the ``part`` of it.
 
-    Raises:
-        pickle.UnpicklingError: with the file's name: the file wants code to be run.
+    An ``UnpicklingError``, of a file that wants code to be run, stays one, and names the file, too.
     """
     try:
         yield
@@ -320,13 +313,7 @@ def read_extra(ranks: Sequence[Callable[[], dict[str, Any]]], rank: int, world: 
     """Return this rank's extra data; with another number of ranks than saved, only the data that all ranks saved alike.
 
     A warning names what is left out: two ranks with one rank's random state, for example, would draw the same numbers.
-
-    Args:
-        ranks: the ``extra_readers`` of the checkpoint in ``folder``.
-        rank, world: this rank's number, and the number of ranks now.
-
-    Raises:
-        ValueError: the file of a rank is missing or damaged.
+    ``ranks`` are the ``extra_readers`` of the checkpoint in ``folder``.
     """
     if len(ranks) in (0, world):
         return ranks[rank]() if ranks else {}

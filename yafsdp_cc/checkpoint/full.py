@@ -30,12 +30,12 @@ from yafsdp_cc.checkpoint import files
 from yafsdp_cc.checkpoint.files import Replacement
 from yafsdp_cc.checkpoint.load import (
     aliases,
-    check_has_memory,
     check_shapes,
     check_tied,
     metadata_names,
     model_part,
     read_into,
+    state_to_fill,
 )
 from yafsdp_cc.checkpoint.ranks import Ticks, check_arguments, check_is_one_model, meet, place_in, ranks_of
 from yafsdp_cc.checkpoint.reader import CheckpointReader
@@ -57,7 +57,6 @@ from yafsdp_cc.forms.subclasses import check_plain
 from yafsdp_cc.fsdp2.module import (
     ShardedModule,
     check_at_rest,
-    check_shows_shards,
     is_first_of_model,
     require_state,
     whole_params_by_group,
@@ -169,9 +168,7 @@ def load_safetensors(path: str | os.PathLike[str], model: nn.Module) -> None:
     model = unwrapped(model)
     ranks = ranks_of(model)
     with refused_together(*ranks.front), closing(Ticks(ranks.back)) as ticks, ticks.beside():
-        check_shows_shards(model, "load_safetensors")
-        own = model_state(model)
-        check_has_memory(own, "load_safetensors")
+        own = state_to_fill(model, "load_safetensors")
         opened: list[Any] = []
         for file in _files_of(Path(path).absolute()):
             with files.reading(file):

@@ -122,9 +122,7 @@ def load_from(
             + table_of_ranks(f"{where}, {files.METADATA} with SHA-256 {digest[:8]}" for digest, where in digests)
         )
     with together(group):
-        check_shows_shards(model, "load")
-        own = model_state(model)
-        check_has_memory(own, "load")
+        own = state_to_fill(model, "load")
         saved = model_part(reader.contents, folder).items()
         shapes = {name: list(each.size) if isinstance(each, TensorStorageMetadata) else None for name, each in saved}
         check_shapes(shapes, own, folder)
@@ -224,13 +222,17 @@ def model_part(contents: Metadata, folder: Path) -> dict[str, Any]:
     return saved
 
 
-def check_has_memory(state: Mapping[str, Any], what: str) -> None:
-    """Refuse tensors on the meta device, where a copy to one is dropped without a word."""
+def state_to_fill(model: nn.Module, what: str) -> dict[str, Any]:
+    """Return a model's state, which ``what`` fills; refuse tensors on the meta device, where a copy to one is dropped
+    without a word."""
+    check_shows_shards(model, what)
+    state = model_state(model)
     if name := next((name for name, each in state.items() if isinstance(each, Tensor) and each.is_meta), None):
         raise ValueError(
             f"{what}: '{name}' is on the meta device, where nothing can be loaded to: call shard(model), or "
             "model.to_empty(device=...), before"
         )
+    return state
 
 
 def check_shapes(saved: Mapping[str, list[int] | None], state: Mapping[str, Any], folder: Path) -> None:

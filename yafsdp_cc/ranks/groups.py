@@ -91,8 +91,7 @@ def new_group(members: Sequence[int], timeout: timedelta | None, backend: str | 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
     """Return the name of the backend that carries tensors of ``device`` in ``group``, in lower case.
 
-    Raises:
-        ValueError: the group has no backend for that device.
+    A ``ValueError`` tells of a group without a backend for that device.
     """
     if is_python_group(group):
         return str(group.name()).lower()

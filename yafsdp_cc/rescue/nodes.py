@@ -27,12 +27,7 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Nodes:
-    """The nodes of a run: ranks are on one node if they see the same folder. A collective.
-
-    Args:
-        folder: existing folder of the run in this rank's memory.
-        group: group of all ranks.
-    """
+    """The nodes of a run: ranks are on one node if they see the same ``folder``, which must exist. A collective."""
 
     def __init__(self, folder: Path, group: Group) -> None:
         boot = _BOOT.read_text().strip() if _BOOT.exists() else os.uname().nodename
