@@ -517,14 +517,11 @@ def _step_of(name: str) -> int:
 def _step_at(path: Path, ranks: Ranks) -> int:
     """Return the number of steps of the checkpoint at ``path``, the same for all ranks; -1 where there is none."""
     step: Any = -1
+    is_there = False
     with together(ranks.front), closing(Ticks(ranks.back)) as ticks, ticks.beside():
-        try:
+        with files.reading(path), suppress(FileNotFoundError):
             folder = files.complete(files.place(path))
             is_there = folder.is_file() or bool(os.listdir(folder))  # globs find nothing in a folder without permission
-        except FileNotFoundError:
-            is_there = False
-        except OSError as error:
-            raise ValueError(f"{path} cannot be read ({error})") from error
         if is_there:
             step = next((read().get(STEPS) for read in files.extra_readers(folder)), None)
             if not isinstance(step, int):
