@@ -25,7 +25,7 @@ import shutil
 import warnings
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from fnmatch import fnmatch
 from functools import partial
@@ -290,8 +290,8 @@ def extra_name(rank: int, world: int) -> str:
     return f"extra_{rank}_of_{world}.pt"
 
 
-Present: TypeAlias = "Callable[[str], AbstractContextManager[object]]"
-"""Returns a context in which the file of that name is in its folder; entering and leaving it may be collectives."""
+Present: TypeAlias = "Callable[[Collection[str]], AbstractContextManager[object]]"
+"""Returns a context in which files of these names are in a folder; entering and leaving it may be collectives."""
 Beside: TypeAlias = "Callable[[], AbstractContextManager[object]]"
 """Returns a context in which a rank reads or writes for as long as a disk takes, as ``ranks.Ticks.beside`` does."""
 
@@ -333,7 +333,7 @@ def read_extra(ranks: Sequence[Callable[[], dict[str, Any]]], rank: int, world: 
 
 
 def _load_extra(file: Path, crc: int | None, present: Present) -> dict[str, Any]:
-    with present(file.name), reading(file):
+    with present([file.name]), reading(file):
         content = file.read_bytes()
         check_entry(content, crc)
         extra = load_plain(io.BytesIO(content))

@@ -111,8 +111,8 @@ def load_from(
     group, folder = ranks.front, Path(reader.path)
 
     @contextmanager
-    def present(name: str) -> Iterator[None]:
-        with reader.present(name), together(group), closing(Ticks(ranks.back)) as ticks, ticks.beside():
+    def present(names: Collection[str]) -> Iterator[None]:
+        with reader.present(names), together(group), closing(Ticks(ranks.back)) as ticks, ticks.beside():
             yield
 
     digests = all_gather_objects((reader.digest, str(folder)), group)

@@ -12,7 +12,7 @@ import io
 import math
 import pickle
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import is_dataclass
 from itertools import groupby, product
@@ -82,9 +82,8 @@ class CheckpointReader(FileSystemReader):
 
     Args:
         path: folder of the checkpoint.
-        fetch: function that brings files of given names into the folder, where some may be missing, before they are
-            read. It may be a collective of the ranks that load.
-        present: returns the context in which an extra file is in the folder, as ``files.extra_readers`` takes it.
+        present: returns the context in which files of given names are in the folder, where some may be missing before;
+            None: all are there. Entering and leaving it may be collectives of the ranks that load.
 
     ``contents`` is what the checkpoint holds, ``names`` the files of its tensors with their least sizes in bytes,
     ``stored_names`` the names of a model's tensors with wrappers in them, by those without, ``extra_sums`` the CRC-32
@@ -99,11 +98,9 @@ class CheckpointReader(FileSystemReader):
         UntrustedError: the table of contents names something that no checkpoint needs; nothing of it was run.
     """
 
-    def __init__(
-        self, path: Path, fetch: Callable[[Collection[str]], None] | None = None, present: Present = nullcontext
-    ) -> None:
+    def __init__(self, path: Path, present: Present | None = None) -> None:
         super().__init__(path)
-        self._fetch, self.present = fetch, present
+        self.present: Present = present or nullcontext
         self.beside: Beside = nullcontext
         table = path / METADATA
         if not table.is_file():
@@ -124,7 +121,7 @@ class CheckpointReader(FileSystemReader):
         self._held: dict[str, IO[bytes]] = {}
         closing = ExitStack()
         weakref.finalize(self, closing.close)
-        if fetch is not None:
+        if present is not None:
             return
         _check_files(path, self.names)
         for name in list(self.names)[:_HELD]:
@@ -145,9 +142,7 @@ class CheckpointReader(FileSystemReader):
             place = self.storage_data[item.storage_index]
             return place.relative_path, place.offset, place.length
 
-        if self._fetch is not None:
-            self._fetch({place_of(item)[0] for item in plan.items})
-        with self.beside():
+        with self.present({place_of(item)[0] for item in plan.items}), self.beside():
             for (name, offset, length), items in groupby(sorted(plan.items, key=place_of), key=place_of):
                 file = Path(self.path) / name
                 with reading(file, f", from byte {offset:,} on,"):

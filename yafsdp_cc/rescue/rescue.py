@@ -297,27 +297,24 @@ class Rescue:
 
         A ``LostError``, if no node has one of the files, may be the cause of a ``ValueError`` by torch.
         """
-        ranks, moved = self._ranks, set[str]()
-
-        def bring(names: Collection[str]) -> None:
-            moved.update(each.name for each in fetch(names, folder, self._nodes, ranks.back))
+        ranks, parts = self._ranks, set[str]()
 
         @contextmanager
-        def present(name: str) -> Iterator[None]:
-            came = fetch([name], folder, self._nodes, ranks.back)
+        def present(names: Collection[str]) -> Iterator[None]:
+            came = fetch(names, folder, self._nodes, ranks.back)
             yield
+            parts.update(each.name for each in came if each.name.endswith(".distcp"))
+            kept = {METADATA, files.extra_name(*place_in(ranks.back)), *parts}
             for each in came:  # another rank's file may have residuals as large as the model: no node keeps it
-                if each.target == self._nodes.rank and each.name != files.extra_name(*place_in(ranks.back)):
+                if each.target == self._nodes.rank and each.name not in kept:
                     (folder / each.name).unlink()
 
         with together(ranks.front):
             folder.mkdir(exist_ok=True)
-        bring([METADATA])
-        with together(ranks.front):  # a table damaged on one node fails on all ranks
-            reader = CheckpointReader(folder, bring, present)
+        with present([METADATA]), together(ranks.front):  # a table damaged on one node fails on all ranks
+            reader = CheckpointReader(folder, present)
         extra = load_from(reader, self._model, self._optimizers, ranks)
-        came = [name for name in moved if name.endswith(".distcp")]
-        return extra, f"memory ({len(came)} of {len(reader.names)} parts from another node)" if came else "memory"
+        return extra, f"memory ({len(parts)} of {len(reader.names)} parts from another node)" if parts else "memory"
 
     @torch.inference_mode(False)  # inference mode refuses copies of parameters
     def step(self) -> None:
