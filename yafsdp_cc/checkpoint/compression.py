@@ -113,12 +113,10 @@ def empty_state(
         wanted = {RESIDUALS: empty_residuals(state), KEPT: empty_kept_weights(state)}
         if schedule.config.sends_differences:
             wanted[ESTIMATES] = empty_residuals(state)
+        encoded |= {prefix + name for name in wanted[RESIDUALS]}
         for kind, tensors in wanted.items():
-            named = {prefix + name: each for name, each in tensors.items()}
-            found[kind] |= {name: each for name, each in named.items() if name in saved[kind]}
-            encoded |= named.keys() if kind == RESIDUALS else set()
-    unsent = saved[RESIDUALS] or (_names_of_residuals(extra, extras) if trains else set())
-    if trains and (lost := sorted(unsent - encoded)):
+            found[kind] |= {prefix + name: each for name, each in tensors.items() if prefix + name in saved[kind]}
+    if trains and (lost := sorted((saved[RESIDUALS] or _names_of_residuals(extra, extras)) - encoded)):
         warnings.warn(
             f"the checkpoint has residuals, gradients that were still to be sent, of {', '.join(lost[:3])}"
             f"{', ...' if len(lost) > 3 else ''}, which this model does not encode: they are left out",

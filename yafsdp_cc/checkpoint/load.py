@@ -310,11 +310,11 @@ def _check_optimizer(contents: Metadata, model: nn.Module, folder: Path) -> None
             f"{folder} holds its optimizer flattened, as '{'.'.join(map(str, paths[0]))}': save it without "
             "flatten_optimizer_state_dict, or read it with torch's set_optimizer_state_dict"
         )
-    known = {plain_name(name) for name, _ in model.named_parameters()}
+    shapes = {plain_name(name): each.shape for name, each in model.named_parameters()}
     strange = dict.fromkeys(str(path[2]) for path in paths if path[1] == "state" and len(path) > 2)
-    if lines := [f"checkpoint's optimizer has '{name}', model lacks it" for name in strange if name not in known]:
+    if lines := [f"checkpoint's optimizer has '{name}', model lacks it" for name in strange if name not in shapes]:
         raise ValueError(f"{folder} does not fit:\n  {_listed(lines)}")
-    _check_moments(contents, {plain_name(name): each.shape for name, each in model.named_parameters()}, folder)
+    _check_moments(contents, shapes, folder)
 
 
 def _check_moments(contents: Metadata, shapes: Mapping[str, torch.Size], folder: Path) -> None:

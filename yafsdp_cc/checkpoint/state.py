@@ -85,9 +85,8 @@ def state_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any
         for optimizer, names in zip(optimizers, names_in_order(model, optimizers), strict=True):
             packed = optimizer.state_dict()  # the optimizer's own state dict, with numbers in place of names
             values |= {names[number]: dict(each) for number, each in packed["state"].items()}
-            groups += [
-                {**group, "params": [names[each] for each in group["params"]]} for group in packed["param_groups"]
-            ]
+            for group in packed["param_groups"]:
+                groups.append({**group, "params": [names[each] for each in group["params"]]})
         state[OPTIMIZER] = {"state": values, "param_groups": groups}
         check_plain(state[OPTIMIZER], OPTIMIZER, in_pieces=True)
     return state

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import weakref
 import zlib
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -49,7 +50,7 @@ class CheckpointWriter(FileSystemWriter):
         super().__init__(folder)
         self._extra_sums, self._is_shared, self._beside = list(extra_sums), is_shared, beside
         self._streams: dict[MetadataIndex, _SummingStream] = {}
-        self.transforms: Any = self
+        self.transforms: Any = weakref.proxy(self)  # a cycle would keep each snapshot's table until a collection
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         if self._is_shared:
