@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -103,6 +104,18 @@ def test_training_raises_no_alarm(steps: int) -> None:
             watch.step()
 
     on_ranks(4, body, timeout=3000)
+
+
+@ranks(4)
+def test_ranks_of_a_stage_are_named_by_their_numbers_in_the_world() -> None:
+    mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("stage", "replicate", "shard"))["replicate", "shard"]
+    model = yafsdp_cc.shard(nn.Linear(8, 8), mesh=mesh)
+    watch = yafsdp_cc.DivergenceWatch(model, every=1)
+    if dist.get_rank() == 3:
+        flip_a_bit(model, "weight", random.Random(0))
+    told = pytest.raises(yafsdp_cc.DivergenceError, match="rank 3 had another 'weight' than rank 2, and")
+    with told if dist.get_rank() > 1 else nullcontext():
+        watch.step()
 
 
 @ranks(2)

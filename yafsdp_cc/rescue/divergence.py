@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable
 from typing import TYPE_CHECKING
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -75,7 +76,8 @@ class DivergenceWatch:
                 if "step" in state and (parameter in known or parameter not in names):
                     own[f"optimizer's step of {names.get(parameter, 'a parameter')}"] = ((), int(state["step"]))
         values: defaultdict[tuple[str, Hashable], dict[int, int]] = defaultdict(dict)
-        for rank, each in enumerate(all_gather_objects(own, group)):
+        ranks = dist.get_process_group_ranks(group[0]) if group else [0]
+        for rank, each in zip(ranks, all_gather_objects(own, group), strict=True):
             for name, (part, value) in each.items():
                 values[name, part][rank] = value
         for (name, _), by_rank in values.items():
