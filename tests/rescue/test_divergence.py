@@ -163,6 +163,21 @@ def test_unsharded_weights_of_fsdp2_are_compared() -> None:
         watch.step()
 
 
+@pytest.mark.parametrize("way", ["plain", "experts"])
+@ranks(2)
+def test_values_that_differ_between_ranks_by_design_are_no_flipped_bits(way: str) -> None:
+    model = nn.Sequential(nn.Linear(8, 8))
+    if way == "experts":
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("expert", "data"))
+        fully_shard(model[0], mesh=mesh["data"])
+    watch = yafsdp_cc.DivergenceWatch(model, every=2)
+    nn.init.constant_(model[0].weight, 1 + dist.get_rank())
+    with pytest.raises(
+        ValueError, match=r"step\(\): '0.weight' has other values on rank 1 than on rank 0, .* of a pipe"
+    ):
+        watch.step()
+
+
 def test_mistakes_are_told() -> None:
     with pytest.raises(ValueError, match="every=0 must be a number of steps, 1 or more"):
         yafsdp_cc.DivergenceWatch(nn.Linear(1, 1), every=0)

@@ -46,6 +46,7 @@ from yafsdp_cc.checkpoint.save import _under_way, wait_for_saves
 from yafsdp_cc.compression.state import mean_estimates
 from yafsdp_cc.fsdp2.module import require_state
 from yafsdp_cc.optim import OneBitAdam
+from yafsdp_cc.replicas import Overlap
 from yafsdp_cc.rescue import nodes
 from yafsdp_cc.rescue.memory import MEMORY, RunMemory, folder_of_run, locked_by_rank
 from yafsdp_cc.rescue.nodes import Nodes, Transfer, transfer
@@ -1090,6 +1091,38 @@ def test_stages_of_a_pipeline_are_refused(tmp_path: Path, is_sharded: bool) -> N
         rescue.restore()
         nn.init.constant_(stage.weight, 1 + dist.get_rank())
         with pytest.raises(ValueError, match="'weight' has other values on rank 1 than on rank 0"):
+            rescue.step()
+
+    on_ranks(2, body)
+
+
+def test_replicas_that_join_behind_a_restore_are_refused(tmp_path: Path) -> None:
+    def body() -> None:
+        os.environ[MEMORY] = str(tmp_path)
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+        rescue = yafsdp_cc.Rescue(model := nn.Linear(8, 8), every=1)
+        rescue.restore()
+        yafsdp_cc.join_replicas(model, mesh["replicate"], Overlap())
+        with pytest.raises(ValueError, match="replicas of Overlap have weights and batches of their own between"):
+            rescue.step()
+
+    on_ranks(2, body)
+
+
+def test_the_state_of_an_object_that_raises_on_one_rank_hangs_nobody(tmp_path: Path) -> None:
+    class Counter:
+        def state_dict(self) -> dict[str, int]:
+            if dist.get_rank() == 1:
+                raise OSError("the file of the counter is gone")
+            return {}
+
+        def load_state_dict(self, state: dict[str, int]) -> None: ...
+
+    def body() -> None:
+        os.environ[MEMORY] = str(tmp_path)
+        rescue = yafsdp_cc.Rescue(nn.Linear(8, 8), every=1, counter=Counter())
+        rescue.restore()
+        with pytest.raises((OSError, RuntimeError, ValueError), match="the file of the counter is gone"):
             rescue.step()
 
     on_ranks(2, body)

@@ -12,6 +12,7 @@ from torch import nn
 
 from yafsdp_cc.checkpoint.state import paths_in, plain_name
 from yafsdp_cc.compression.fallback import CodecFallback
+from yafsdp_cc.compression.fsdp2 import drop_residuals
 from yafsdp_cc.compression.schedule import CompressionSchedule
 from yafsdp_cc.compression.state import (
     carry_over_residuals,
@@ -157,6 +158,7 @@ def load_state(
         extra: the content of this rank's extra file.
         extras: a function for each rank that saved, which reads its extra file.
     """
+    drop_residuals(model)
     own = {name: extra.pop(name) for name in list(extra) if name.startswith(_OWN)}
     for prefix, state, schedule in _compressed(model):
         residuals, estimates, kept = (

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad
+from torch.utils.weak import WeakIdRef
 
 from yafsdp_cc.compression import error_feedback
 from yafsdp_cc.compression.all_reduce import CompressedAllReduce
@@ -105,6 +106,17 @@ def compress(
 
 _compressed: WeakKeyDictionary[nn.Module, CompressedCommunication] = WeakKeyDictionary()
 """The ``CompressedCommunication`` that compresses each module."""
+_made: WeakSet[CompressedCommunication] = WeakSet()
+
+
+def drop_residuals(model: nn.Module) -> None:
+    """Drop residuals of ``compress`` and DDP's hook, which belong to weights that ``model`` had before a load."""
+    used, parameters = set(map(_compressed.get, model.modules())), set(map(WeakIdRef, model.parameters()))
+    for each in _made:
+        if each in used:
+            each._reduce_scatters.clear()
+        for key in [key for key in each._all_reduces if each in used or not parameters.isdisjoint(key)]:
+            del each._all_reduces[key]
 
 
 def _check(config: Compression) -> None:
@@ -151,6 +163,7 @@ class CompressedCommunication:
         self._all_reduces: dict[Any, CompressedAllReduce] = {}
         self._reduce_scatters: dict[Any, CompressedReduceScatter] = {}
         self._contexts: dict[dist.ProcessGroup, CommContext] = {}
+        _made.add(self)
 
     def remove(self) -> None:
         """Use torch's own collectives from now on. Residuals are dropped."""

@@ -362,12 +362,12 @@ BEFORE_UNSHARD.append(synchronize_replicas)
 
 
 def refuse_sync(call: str, *models: nn.Module) -> None:
-    """Raise a ``ValueError`` if ``call`` would let replicas of a model make different numbers of steps."""
+    """Raise a ``ValueError`` if replicas of a model differ between exchanges, as ``call`` takes them for one."""
     for model in models:
         if (sync := sync_of(model)) is not None:
             raise ValueError(
-                f"{call} settles among the ranks of one replica which batches count, and {type(sync).__name__} needs "
-                "all replicas to make the same steps: leave it out, or shard without sync"
+                f"{call} takes all ranks for one model, and replicas of {type(sync).__name__} have weights and batches "
+                "of their own between exchanges: leave it out, or shard without sync"
             )
 
 

@@ -373,7 +373,8 @@ class Rescue:
             self._run.rmdir()
 
     def _extra(self) -> dict[str, Any]:
-        return {STEPS: self._steps, **{name: state_of() for name, (state_of, _) in self._states.items()}}
+        with together(self._ranks.front):  # the state of one rank may raise
+            return {STEPS: self._steps, **{name: state_of() for name, (state_of, _) in self._states.items()}}
 
     def _tell_progress(self) -> None:
         with suppress(OSError):  # a full memory: the number is only for a message of ``restore``
@@ -404,6 +405,7 @@ class Rescue:
             )
         if self._kept is None:  # ``restore`` may have loaded all values, and training tells stages apart
             check_is_one_value("Rescue.step()", self._model, self._ranks.front)
+        refuse_sync("Rescue", self._model)  # replicas may have joined behind ``restore``
         compressed = compression.sharded_state(self._model, means=False)
         state, content = collect(self._model, self._optimizers, self._extra(), compressed, self._ranks.front)
         if tree_structure(self._kept) != tree_structure(state):
