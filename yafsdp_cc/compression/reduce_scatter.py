@@ -120,7 +120,7 @@ class CompressedSum(Collective):
         self._encoded_in: object = None
         """The ``CompressionSchedule.backward`` of the last messages."""
         self._encoder = None if self.codec_name == EXACT else self._make_encoder(codec)
-        self._encodes = self._keeps_exact = self._adds_exact = self._is_momentum = False
+        self._encodes = self._keeps_exact = self._adds_exact = False
         self._waits = False
         """Whether ``exact_mean`` has partial sums that wait for a sum over replicas, and ``.grad`` does not yet."""
         self._frozen: list[FSDPParam] = []
@@ -134,9 +134,12 @@ class CompressedSum(Collective):
         while no gradients are deferred."""
         self.is_unused = False
         """Whether a sum in the momentum form was made that the optimizer's step has not taken."""
-        self._adds_carried = self._adds_residual = False
-        self._added: list[Tensor | Residual | None] = []
-        """Tensors that the last sum has added and that nothing else refers to: the stream may still read them."""
+        self._moment: Tensor | None = None
+        """``momentum`` where the sum is in the momentum form, else None."""
+        self._carried: Tensor | None = None
+        """``carried_over`` where the sum adds it; referenced until the next sum, as the stream may still read it."""
+        self._owed: Residual | None = None
+        """Residual that an exact sum adds; referenced as long as ``_carried``."""
         self.rounded = 0
         """Number of sums so far whose messages were rounded at random: the counter of the random numbers."""
         schedule.adopt(self)
@@ -309,17 +312,17 @@ class CompressedSum(Collective):
         encodes, self._keeps_exact = schedule.phase.encodes, schedule.phase.keeps_exact
         self._encodes = encodes and self._encoder is not None
         self._encoded_in = schedule.backward if self._encodes else None
-        self._is_momentum = self._encodes and self.momentum is not None and schedule.beta > 0
-        self.is_unused |= self._is_momentum
+        self._moment = self.momentum if self._encodes and schedule.beta > 0 else None
+        self.is_unused |= self._moment is not None
         self._is_decoded = not self._encodes or self.estimate is None
         has_grad = any(param.parameter.grad is not None for param in self.flat.params)
-        self._adds_carried, self._added = encodes and self.carried_over is not None, []
+        self._carried = self.carried_over if encodes else None
         self._frozen = []
         for param in self.flat.params:
             is_frozen = not (param.parameter.requires_grad or param in self._deferred)
             if is_frozen:
                 self._frozen.append(param)
-            param.is_left_out = is_frozen and (self._encodes or self._adds_carried)
+            param.is_left_out = is_frozen and (self._encodes or self._carried is not None)
         self._adds_exact = self.exact_mean is not None and (has_grad or self._waits)
         if self._adds_exact and not self._waits:
             self.drop_cleared_means()
@@ -327,11 +330,11 @@ class CompressedSum(Collective):
             schedule.clip_gradients(self.flat.name, grads)
         if self._keeps_exact:
             self.reserve_exact_mean()
-        self._adds_residual = encodes and self._encoder is None and self.residual is not None
-        if self._adds_residual and self.residual is not None:  # exact sums have replaced the codec
+        self._owed = self.residual if encodes and self._encoder is None else None  # exact sums have replaced the codec
+        if self._owed is not None:
             with self._frozen_aside():
                 self._add_residual(grads)
-                self.residual.clear()
+                self._owed.clear()
 
     def drop_cleared_means(self) -> None:
         """Zero ``exact_mean`` where ``.grad`` was cleared, to None or in place, since an earlier sum of this step."""
@@ -383,40 +386,32 @@ class CompressedSum(Collective):
 
     def _complete(self, total: Tensor, start: int) -> None:
         """Add carried-over gradients and the momentum's term to the sum's elements from ``start`` on."""
-        if self._adds_carried and self.carried_over is not None:
-            total.add_(self.carried_over.narrow(0, start, total.numel()))
-        if self._is_momentum and self.momentum is not None:
+        if self._carried is not None:
+            total.add_(self._carried.narrow(0, start, total.numel()))
+        if self._moment is not None:
             beta, share = self.schedule.beta, self.schedule.share
-            mine = self.momentum.narrow(0, start, total.numel())
+            mine = self._moment.narrow(0, start, total.numel())
             # Round only here: the engine's division by the number of ranks is exact for a power of two, as most are.
             total.add_(mine, alpha=beta / share * self.units).div_(_inverse(share, total.device))
 
     def _end(self, own: Tensor | None) -> None:
         """Finish a sum; ``own`` [chunk] is this rank's own gradient where no message held it."""
-        self._is_decoded, carried = True, self.carried_over if self._adds_carried else None
-        if carried is not None:
-            self._added.append(carried)
-            self.carried_over = self._of_frozen(carried)
-        if self._adds_residual and not self._frozen:
-            self._added.append(self.residual)
+        self._is_decoded = True
+        if self._carried is not None:
+            waiting = torch.zeros_like(self._carried)
+            for param in self._frozen:
+                param.local_range(waiting).copy_(param.local_range(self._carried))
+            self.carried_over = waiting if self._frozen else None
+        if self._owed is not None and not self._frozen:
             self.residual = None
-        if self._is_momentum and self.momentum is not None:
-            frozen = [param.local_range(self.momentum) for param in self._frozen]
+        if self._moment is not None:
+            frozen = [param.local_range(self._moment) for param in self._frozen]
             before = [part.clone() for part in frozen]
-            self.momentum.mul_(self.schedule.beta)
-            for gradients in (each for each in (own, carried) if each is not None):
-                self._add_to_momentum(self.momentum, gradients, self.schedule.share)
+            self._moment.mul_(self.schedule.beta)
+            for gradients in (each for each in (own, self._carried) if each is not None):
+                self._add_to_momentum(self._moment, gradients, self.schedule.share)
             for part, values in zip(frozen, before, strict=True):
                 part.copy_(values)
-
-    def _of_frozen(self, chunk: Tensor | None) -> Tensor | None:
-        """Return a copy of ``chunk`` [chunk] with zeros but for frozen parameters; None if there are none."""
-        if chunk is None or not self._frozen:
-            return None
-        kept = torch.zeros_like(chunk)
-        for param in self._frozen:
-            param.local_range(kept).copy_(param.local_range(chunk))
-        return kept
 
     def _add_to_momentum(self, momentum: Tensor, own: Tensor, share: float) -> None:
         """Add gradients [chunk] of this rank to the first moment, leaving out blocks that are not finite."""
