@@ -8,7 +8,7 @@ forwards.
     every rank          kept weights + decoded message                      (the owner, too)
 
     gathered exactly    at first, and when something else than optimizer steps has changed the shards
-    delta               when steps alone have (``StepTracker``)
+    delta               when steps alone have
 
 A message's rounding error is part of the next difference: the kept weights themselves serve as the residual of error
 feedback (Richtárik et al., "EF21", 2021, algorithm 2), rounding to their own dtype included. Every rank adds the same
@@ -23,7 +23,6 @@ differences is bounded, and the number of kernels depends on the number of weigh
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -86,8 +85,8 @@ class Messages:
             yield sent.view(len(run), -1), weights[first:last].view(len(run), -1)
 
 
-class RoundedAllGather(ExactAllGather):
-    """All-gathers encoded weights while the schedule's ``Phase`` encodes, else exact ones."""
+class EncodedAllGather(ExactAllGather):
+    """The base of all-gathers that encode weights while the schedule's ``Phase`` does, and else are exact."""
 
     has_finish = True
     prepares = False
@@ -97,8 +96,10 @@ class RoundedAllGather(ExactAllGather):
         super().__init__(flat)
         self.schedule = schedule
         self._codec = codec
-        self._rounds = False
-        self._messages = Messages(flat.layout, codec.message_bytes)
+
+    @cached_property
+    def _messages(self) -> Messages:
+        return Messages(self.flat.layout, self._codec.message_bytes)
 
     def encoding(self) -> str:
         return self._codec.name
@@ -108,6 +109,12 @@ class RoundedAllGather(ExactAllGather):
 
     def planned_bytes(self) -> int:
         return self._messages.sent_bytes(self.flat.rank)
+
+
+class RoundedAllGather(EncodedAllGather):
+    """All-gathers encoded weights, decoded into any buffer."""
+
+    _rounds = False
 
     def start(self, output: Tensor, held: int | None, scratch: Tensor | None, async_op: bool) -> Works:
         self._rounds = scratch is not None and self.schedule.phase.encodes_weights
@@ -128,26 +135,30 @@ class RoundedAllGather(ExactAllGather):
                 error_feedback.decode(self._codec, messages, weights)
 
 
-class DeltaAllGather(ExactAllGather):
-    """Sends encoded deltas to the weights that every rank kept from the gather before, while the ``Phase`` encodes.
+class DeltaAllGather(EncodedAllGather):
+    """Sends encoded deltas to the weights that every rank kept from the gather before.
 
     Weights in an overflow buffer, which holds nothing that a delta could be added to, are gathered exactly.
+
+    A delta is sent from one version of a shard to another if nothing but optimizer steps has changed it in between:
+
+        version    3 ──step──► 4 ──step──► 5 ──load_state_dict──► 9 ──step──► 10
+                   └──────── steps ────────┘                      └── steps ──┘
+
+    Steps are small, so few bits encode their sum well; loaded weights may differ by any amount. Only
+    ``torch.optim.Optimizer`` reports its steps: any other change ends the run of versions. It is the same on all ranks.
     """
 
-    has_finish = True
-    prepares = False
     builds_on_held = True
-    flat: FlatParam
 
     def __init__(self, flat: FlatParam, schedule: CompressionSchedule, codec: Codec) -> None:
-        super().__init__(flat)
-        self.schedule = schedule
-        self.steps = StepTracker()
+        super().__init__(flat, schedule, codec)
+        self._first, self._last = 0, _UNKNOWN
+        """First and last version of the latest run of steps."""
         self.always_exact = False
         """Whether ``CodecFallback`` has ended deltas: every gather is exact."""
         self.compression_error: CompressionError | None = None
         """Observer of messages while compression errors are measured; else None."""
-        self._codec = codec
         unit = 5 * codec.block  # parts are whole fives of blocks, which ternary packs together
         most = (_ON_CUDA if flat.device.type == "cuda" else _ON_CPU) // flat.layout.world
         self._part = max(most // unit, 1) * unit
@@ -166,15 +177,9 @@ class DeltaAllGather(ExactAllGather):
         if self._casts:
             context.scratch.reserve(_CAST, 4 * numel)
 
-    def encoding(self) -> str:
-        return self._codec.name
-
     @cached_property
     def _messages(self) -> Messages:
         return Messages(self.flat.layout, lambda elements: sum(size for *_, size in self._parts(elements)))
-
-    def scratch_bytes(self) -> int:
-        return self._messages.nbytes
 
     def planned_bytes(self) -> int:
         return super().planned_bytes() if self.always_exact else self._messages.sent_bytes(self.flat.rank)
@@ -206,13 +211,16 @@ class DeltaAllGather(ExactAllGather):
         return works if has_resumed else super().start(output, held, scratch, async_op)
 
     def stepped(self, before: int, after: int) -> None:
-        self.steps.add(before, after)
+        # a step that begins outside of the run: something else has changed the shard (nested steps begin inside)
+        if not self._first <= before <= self._last:
+            self._first = before
+        self._last = after
 
     def _can_start_from(self, version: int) -> bool:
         """Return whether a rank that holds weights of ``version`` needs no exact gather."""
         if self.always_exact or not self.schedule.phase.encodes_weights:
             return False
-        return version == self.flat.version or self.steps.connects(version, self.flat.version)
+        return version == self.flat.version or (self._first <= version and self._last == self.flat.version)
 
     def _send_delta(self, output: Tensor, scratch: Tensor, async_op: bool) -> Works:
         comm, room = self.context.comm, self.context.scratch
@@ -275,7 +283,7 @@ class DeltaAllGather(ExactAllGather):
 
         The result is None if the next forward gathers the shards' own values. The call waits for gathers in flight.
         """
-        if self.steps.last == _UNKNOWN:  # no optimizer step was seen
+        if self._last == _UNKNOWN:  # no optimizer step was seen
             return None
         if self._resumed is not None:
             own, version = self._resumed
@@ -295,36 +303,6 @@ class DeltaAllGather(ExactAllGather):
             behind: whether the shard has had optimizer steps that the kept weights lack.
         """
         version = _BEHIND if behind else self.flat.version
-        self.steps = StepTracker(version, self.flat.version)
+        self._first, self._last = version, self.flat.version
         self._resumed = own.to(self.flat.device, self.flat.compute_dtype, copy=True), version
         self.is_resumed = True
-
-
-@dataclass
-class StepTracker:
-    """The versions of a shard between which only optimizer steps have changed it: the longest such run up to the
-    present.
-
-        version    3 ──step──► 4 ──step──► 5 ──load_state_dict──► 9 ──step──► 10
-                   └──────── steps ────────┘                      └── steps ──┘
-
-    Weights that were unsharded at version 3 are near those of 5, as steps are small, and few bits encode their
-    difference well; weights that were loaded in between may differ by any amount. All ranks run the same program, so
-    the tracker is the same on all.
-
-    Only ``torch.optim.Optimizer`` reports its steps. A change by any other optimizer ends the run of versions.
-    """
-
-    first: int = 0
-    last: int = _UNKNOWN
-
-    def add(self, before: int, after: int) -> None:
-        """Record that an optimizer step has changed the shard from version ``before`` to ``after``."""
-        # if the step begins outside the known range, something else has changed the shard (nested steps begin inside)
-        if not self.first <= before <= self.last:
-            self.first = before
-        self.last = after
-
-    def connects(self, before: int, now: int) -> bool:
-        """Return whether steps alone have led from version ``before`` to ``now``, the present version."""
-        return self.first <= before and now == self.last
