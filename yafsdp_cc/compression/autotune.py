@@ -283,11 +283,6 @@ def backward_seconds(groups: Sequence[GroupCosts], picks: Sequence[int]) -> floa
     return _simulate(groups, picks).seconds
 
 
-def exposed_seconds(groups: Sequence[GroupCosts], picks: Sequence[int]) -> float:
-    """Return how much longer a backward takes than its computation. Args as of ``backward_seconds``."""
-    return backward_seconds(groups, picks) - sum(group.compute for group in groups)
-
-
 def total_error(groups: Sequence[GroupCosts], picks: Sequence[int]) -> float:
     """Return the relative squared error of messages, averaged over elements. Args as of ``backward_seconds``."""
     return sum(group.codecs[pick].error for group, pick in zip(groups, picks, strict=True))
@@ -565,10 +560,12 @@ def _buffer_waits(state: FSDPState, groups: Sequence[ParamGroup]) -> list[int]:
 def _explain(found: Measurement, before: Sequence[int], after: Sequence[int]) -> str:
     costs, link = found.costs, found.link
     rate = f"{8e-6 / link.per_byte:,.0f} Mbit/s" if link.per_byte else "more than can be measured"
-    compute = 1e3 * sum(group.compute for group in costs)
-    exact, was, now = (1e3 * exposed_seconds(costs, picks) for picks in ([0] * len(costs), before, after))
+    compute = sum(group.compute for group in costs)
+    exact, was, now = (
+        1e3 * (backward_seconds(costs, picks) - compute) for picks in ([0] * len(costs), before, after)
+    )
     return (
-        f"links carry {rate} each way, a backward computes {compute:.0f} ms of a step's {1e3 * found.step:.0f}; "
+        f"links carry {rate} each way, a backward computes {1e3 * compute:.0f} ms of a step's {1e3 * found.step:.0f}; "
         f"reduces are exposed for {exact:.1f} ms if exact, {was:.1f} with the codecs so far, {now:.1f} with these, of "
         f"relative error {total_error(costs, after):.2g}"
     )
