@@ -87,8 +87,7 @@ class CompressedAllReduce(CompressedSum, AllReduce):
     def unsent(self) -> Tensor:
         """Return what this rank has not sent yet, [chunk] fp32: residual and its share of carried-over gradients."""
         total = torch.zeros(self.chunk, dtype=torch.float32, device=self.flat.device)
-        if self.estimate is None:
-            self._add_residual(total)
+        self._add_residual(total)
         return total if self.carried_over is None else total.add_(self.carried_over, alpha=1 / self.context.comm.world)
 
     def _residuals_of(self, param: FSDPParam) -> Iterator[Residual]:
@@ -97,7 +96,7 @@ class CompressedAllReduce(CompressedSum, AllReduce):
             yield self.residual.span(first, 1, align(end, self.residual.block) - first)
 
     def _add_residual(self, values: Tensor) -> None:
-        if self.residual is not None:
+        if self.residual is not None and self.estimate is None:
             values.add_(self.residual.load()[0])
 
 

@@ -157,7 +157,7 @@ class CompressedSum(Collective):
 
     @abstractmethod
     def _add_residual(self, values: Tensor) -> None:
-        """Add the residual to ``values``, laid out like the argument of ``start``."""
+        """Add the residual to ``values``, laid out like the argument of ``start``; with EF21 it is no gradient."""
 
     @torch.inference_mode(False)  # buffers made here are written in backwards: they must not be inference tensors
     def bind(self, context: CommContext) -> None:
@@ -171,13 +171,6 @@ class CompressedSum(Collective):
             self._encoder.bind(context)
             if self.flat.trainable:
                 self._make_residual()
-
-    @torch.inference_mode(False)
-    def bind_exact(self) -> None:
-        """Prepare exact sums now, not when the engine is assembled next. No reduce may be in flight."""
-        self.schedule.reserve_norm(self.flat.name, self.flat.device)
-        if hasattr(self, "context"):
-            self._exact.bind(self.context)
 
     def _make_residual(self) -> None:
         config = self.schedule.config
@@ -586,8 +579,7 @@ class CompressedReduceScatter(CompressedSum, ReduceScatter):
         In the range of this rank's own chunk are the gradients that it adds itself to the next sum of that chunk.
         """
         whole = torch.zeros(self.flat.layout.numel, dtype=torch.float32, device=self.flat.device)
-        if self.estimate is None:
-            self._add_residual(whole)
+        self._add_residual(whole)
         if (own := self.not_in_residual) is not None:
             self._own_chunk_of(whole).add_(own)
         return whole
@@ -605,7 +597,7 @@ class CompressedReduceScatter(CompressedSum, ReduceScatter):
                 before += chunk
 
     def _add_residual(self, values: Tensor) -> None:
-        if self.residual is not None:
+        if self.residual is not None and self.estimate is None:
             for chunks in other_chunks(values, self.flat.layout, self.flat.rank):
                 chunks.values.add_(self.residual.of(chunks).load())
 

@@ -391,7 +391,8 @@ class OneBitOptimizer(Optimizer):
         for compressed in self._encoded.values():  # drop the state of an earlier optimizer of the model
             compressed.momentum = compressed.exact_mean = compressed.carried_over = None
             compressed.clear()
-            compressed.bind_exact()  # a backward may come before the next forward
+            if hasattr(compressed, "context"):
+                compressed.bind(compressed.context)  # for exact sums: a backward may come before the next forward
         self._schedules = tuple(states)
         return states.values()
 
