@@ -67,7 +67,7 @@ class Messages:
 
     def __init__(self, layout: Layout, size: Callable[[int], int]) -> None:
         self._layout = layout
-        self._sizes = [size(chunk) if chunk else 0 for chunk in layout.chunks]
+        self._sizes = [size(chunk) for chunk in layout.chunks]
         self._starts = list(accumulate(self._sizes, initial=0))
         self.nbytes = self._starts[-1]
         self.uneven: Sequence[int] = self._sizes if layout.uneven_chunks else ()
@@ -124,8 +124,7 @@ class RoundedAllGather(EncodedAllGather):
         if self.flat.host_bytes:
             shard = self.flat.send_buffer(comm.own_chunk(output, self.flat.layout.uneven_chunks), in_place=True)
         own = comm.own_chunk(scratch, self._messages.uneven)
-        if own.numel():
-            error_feedback.encode(self._codec, shard.unsqueeze(0), own.unsqueeze(0))
+        error_feedback.encode(self._codec, shard.unsqueeze(0), own.unsqueeze(0))
         self.sent_bytes = self._messages.sent_bytes(comm.rank)
         return comm.all_gather(scratch, own, async_op, self._messages.uneven)
 

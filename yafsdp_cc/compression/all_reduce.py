@@ -119,9 +119,8 @@ class SharedMessages(CodecEncoder):
         return self.context.comm.all_gather(messages.view(-1), own.view(-1), async_op)
 
     def decode(self, own: Tensor | None, start: int, total: Tensor) -> None:
-        if self.chunk:
-            error_feedback.decode_sum(self.codec, self._received(), self.chunk, None, 0, total, start)
+        error_feedback.decode_sum(self.codec, self._received(), self.chunk, None, 0, total, start)
 
     def _received(self) -> Tensor:
         world = self.context.comm.world
-        return self.context.scratch.take(RECEIVED, world * self._size, torch.uint8).view(world, -1)
+        return self.context.scratch.take(RECEIVED, world * self._size, torch.uint8).view(world, self._size)

@@ -561,9 +561,7 @@ def _explain(found: Measurement, before: Sequence[int], after: Sequence[int]) ->
     costs, link = found.costs, found.link
     rate = f"{8e-6 / link.per_byte:,.0f} Mbit/s" if link.per_byte else "more than can be measured"
     compute = sum(group.compute for group in costs)
-    exact, was, now = (
-        1e3 * (backward_seconds(costs, picks) - compute) for picks in ([0] * len(costs), before, after)
-    )
+    exact, was, now = (1e3 * (backward_seconds(costs, picks) - compute) for picks in ([0] * len(costs), before, after))
     return (
         f"links carry {rate} each way, a backward computes {1e3 * compute:.0f} ms of a step's {1e3 * found.step:.0f}; "
         f"reduces are exposed for {exact:.1f} ms if exact, {was:.1f} with the codecs so far, {now:.1f} with these, of "

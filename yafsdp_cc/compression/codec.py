@@ -111,8 +111,8 @@ class Codec(ABC):
         """Return the bytes that encode ``n`` elements."""
 
     def message_bytes(self, n: int) -> int:
-        """Return the bytes of a message of ``n`` elements, padding at its end included."""
-        return -(-self.body_bytes(n) // _ROW) * _ROW
+        """Return the bytes of a message of ``n`` elements, padding at its end included; 0 if there are none."""
+        return -(-self.body_bytes(n) // _ROW) * _ROW if n else 0
 
     def blocks(self, values: Tensor) -> Tensor:
         """Return ``values`` [messages, n] as [messages, blocks, block]."""
@@ -270,16 +270,15 @@ def _planes(bits: int) -> list[tuple[int, int]]:
     return list(zip(accumulate(widths, initial=0), widths, strict=False))
 
 
-def counts_of(layout: Layout, block: int, device: torch.device, ranks: range | None = None) -> Tensor | None:
+def counts_of(layout: Layout, block: int, device: torch.device, ranks: range) -> Tensor | None:
     """Return how many elements of parameters, not padding, each block of equal chunks has.
 
     Args:
-        ranks: adjacent ranks whose chunks are equally long; None: all.
+        ranks: adjacent ranks whose chunks are equally long.
 
     Returns:
         [ranks, blocks of a chunk] int32; None if every block is full.
     """
-    ranks = range(layout.world) if ranks is None else ranks
     starts = torch.arange(layout.starts[ranks.start], layout.starts[ranks.stop], block, device="cpu")
     counts = torch.zeros_like(starts)
     for extent in layout.extents:  # each extent begins with a new block: no block has elements of two extents

@@ -12,7 +12,7 @@ from yafsdp_cc.compression.codec import AUTO, LOW_RANK
 from yafsdp_cc.compression.config import EXACT, ROUNDING
 from yafsdp_cc.compression.fallback import CodecFallback
 from yafsdp_cc.compression.powersgd import matrices_of, message_numels
-from yafsdp_cc.compression.reduce_scatter import CompressedReduceScatter, message_sizes
+from yafsdp_cc.compression.reduce_scatter import CompressedReduceScatter
 from yafsdp_cc.compression.schedule import CompressionSchedule
 from yafsdp_cc.engine.param import FlatParam
 from yafsdp_cc.engine.spec import Collectives, PlannedChoice
@@ -127,7 +127,7 @@ class CompressedCollectives(Collectives):
             if codec == LOW_RANK:
                 sent += self._low_rank_bytes(flat)
             else:
-                sizes = message_sizes(flat.layout, self.config.make(codec))
+                sizes = list(map(self.config.make(codec).message_bytes, flat.layout.chunks))
                 sent += sizes[flat.rank] * (self._ranks - 1) if over_replicas else sum(sizes) - sizes[flat.rank]
         return PlannedChoice(
             codec=codec,

@@ -74,7 +74,6 @@ if TYPE_CHECKING:
     from yafsdp_cc.compression.powersgd import LowRank
     from yafsdp_cc.compression.schedule import CompressionSchedule
     from yafsdp_cc.engine.communicator import CommContext, Works
-    from yafsdp_cc.engine.layout import Layout
     from yafsdp_cc.engine.param import FSDPParam
 
 _OWN = "own chunk"
@@ -463,7 +462,7 @@ class CompressedReduceScatter(CompressedSum, ReduceScatter):
         chunks = self.flat.layout.chunks
         if codec == EXACT:
             return (sum(chunks) - min(chunks)) * self.flat.reduce_dtype.itemsize
-        sizes = message_sizes(self.flat.layout, self.schedule.config.make(codec))
+        sizes = list(map(self.schedule.config.make(codec).message_bytes, chunks))
         return sum(sizes) - min(sizes)
 
     @property
@@ -602,11 +601,6 @@ class CompressedReduceScatter(CompressedSum, ReduceScatter):
                 chunks.values.add_(self.residual.of(chunks).load())
 
 
-def message_sizes(layout: Layout, codec: Codec) -> list[int]:
-    """Return, for each rank, the bytes of a message that holds that rank's chunk."""
-    return [codec.message_bytes(chunk) if chunk else 0 for chunk in layout.chunks]
-
-
 class CodecEncoder(Encoder):
     """Encodes chunks of a buffer by a codec."""
 
@@ -614,7 +608,7 @@ class CodecEncoder(Encoder):
         self.codec = codec
         self._layout, self._rank = flat.layout, flat.rank
         self.step = self.chunk = flat.layout.chunks[flat.rank]
-        self._size = codec.message_bytes(self.chunk) if self.chunk else 0
+        self._size = codec.message_bytes(self.chunk)
         self._counts = cache(partial(counts_of, flat.layout, codec.block, flat.device))
         """Function of a range of ranks whose chunks are equally long; it returns the number of elements in each
         of their blocks, [ranks, blocks], or None if all blocks are full."""
@@ -651,7 +645,7 @@ class ChunkMessages(CodecEncoder):
 
     def __init__(self, flat: SummedBuffer, codec: Codec) -> None:
         super().__init__(flat, codec)
-        self._sizes = message_sizes(flat.layout, codec)
+        self._sizes = list(map(codec.message_bytes, flat.layout.chunks))
         """Bytes of the message to each rank; this rank has an entry, too."""
         if flat.device.type == "cpu" and ops_for(flat.device, codec) is not None:
             self.step = min(PART, self.chunk)  # one step fits in the processor's cache
@@ -678,8 +672,7 @@ class ChunkMessages(CodecEncoder):
         return self.context.comm.exchange(self._received(), sent, async_op, self._sizes)
 
     def decode(self, own: Tensor | None, start: int, total: Tensor) -> None:
-        if self.chunk:
-            error_feedback.decode_sum(self.codec, self._received(), self.chunk, own, self._rank, total, start)
+        error_feedback.decode_sum(self.codec, self._received(), self.chunk, own, self._rank, total, start)
 
     def _received(self) -> Tensor:
         others = self._layout.world - 1
