@@ -124,11 +124,8 @@ class Compression(CompressionFields):
                 f"gradients={biased[0]!r} with feedback=False: what it leaves out would be lost in every step, always "
                 "the same way. Leave feedback on, or take int8, int4 or ternary, which round at random without it"
             )
-        if self.sends_differences:
-            self._check_differences()
-        return self
-
-    def _check_differences(self) -> None:
+        if not self.sends_differences:
+            return self
         if self.residual != "fp32":
             raise ValueError(
                 f"feedback='ef21' with residual={self.residual!r}: residuals are what was sent so far, and what "
@@ -141,6 +138,7 @@ class Compression(CompressionFields):
                 "feedback='ef21' with 'powersgd': factors of all ranks are one product, which is no sum of estimates; "
                 "take a codec, or leave feedback out"
             )
+        return self
 
     @property
     def sends_differences(self) -> bool:
