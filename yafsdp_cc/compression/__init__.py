@@ -1,6 +1,6 @@
 """Compressed communication: codecs with error feedback, and the collectives that use them in place of exact ones.
 
-Start with ``collectives.CompressedCollectives``, the factory that the engine is given; ``config.Compression`` is what
+Start with ``factory.CompressedCollectives``, the factory that the engine is given; ``config.Compression`` is what
 users write. The engine knows nothing of this package.
 """
 

@@ -371,7 +371,6 @@ class PlainBuffer:
     reduce_dtype: torch.dtype = torch.float32
     sum_dtype: torch.dtype = torch.float32
     trainable: bool = True
-    has_grad: bool = False
     params: Sequence[FSDPParam] = ()
 
 

@@ -161,7 +161,8 @@ class CompressedSum(Collective):
     @torch.inference_mode(False)  # buffers made here are written in backwards: they must not be inference tensors
     def bind(self, context: CommContext) -> None:
         super().bind(context)
-        self.schedule.reserve_norm(self.flat.name, self.flat.device)
+        if self.schedule.clip is not None:
+            self.schedule.clip.reserve(self.flat.name, self.flat.device)
         if self._encoder is None or self.schedule.may_be_exact:
             self._exact.bind(context)
         for name in self.schedule.config.candidates if self.is_tuned else ():
@@ -300,8 +301,8 @@ class CompressedSum(Collective):
     def _latch(self, grads: Tensor) -> None:
         """Latch the phase for this sum, and clip its gradients: once encoded, no training loop can clip them."""
         schedule = self.schedule
-        schedule.divide_gradients(grads)
         encodes, self._keeps_exact = schedule.phase.encodes, schedule.phase.keeps_exact
+        schedule.prepare(self.flat.name, grads, clips=encodes or self._keeps_exact)
         self._encodes = encodes and self._encoder is not None
         self._encoded_in = schedule.backward if self._encodes else None
         self._moment = self.momentum if self._encodes and schedule.beta > 0 else None
@@ -318,8 +319,6 @@ class CompressedSum(Collective):
         self._adds_exact = self.exact_mean is not None and (has_grad or self._waits)
         if self._adds_exact and not self._waits:
             self.drop_cleared_means()
-        if encodes or self._keeps_exact:
-            schedule.clip_gradients(self.flat.name, grads)
         if self._keeps_exact:
             self.reserve_exact_mean()
         self._owed = self.residual if encodes and self._encoder is None else None  # exact sums have replaced the codec
@@ -476,8 +475,7 @@ class CompressedReduceScatter(CompressedSum, ReduceScatter):
     def defer(self, grads: Tensor) -> None:
         assert self.residual is not None
         self._deferred.update(param for param in self.flat.params if param.parameter.requires_grad)
-        self.schedule.divide_gradients(grads)
-        self.schedule.clip_gradients(self.flat.name, grads)
+        self.schedule.prepare(self.flat.name, grads)
         for chunks in other_chunks(grads, self.flat.layout, self.flat.rank):
             error_feedback.accumulate(chunks.values, self.residual.of(chunks))
         self._defer_own(self._own_chunk_of(grads))

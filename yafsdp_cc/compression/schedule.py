@@ -235,19 +235,12 @@ class CompressionSchedule(CompressionObserver):
         if decay is not None and self.is_controlled:
             self.beta, self.share = decay
 
-    def reserve_norm(self, name: str, device: torch.device) -> None:
-        """Reserve the tensors that ``clip`` needs for the gradients of the flat parameter ``name``."""
-        if self.clip is not None:
-            self.clip.reserve(name, device)
-
-    def divide_gradients(self, grads: Tensor) -> None:
-        """Divide gradients by ``micro_batches`` in place, before anything else is done with them."""
+    def prepare(self, name: str, grads: Tensor, *, clips: bool = True) -> None:
+        """Divide the gradients of the flat parameter ``name`` by ``micro_batches`` and clip them, in place, before
+        anything else is done with them."""
         if self.micro_batches != 1:
             grads.div_(self.micro_batches)
-
-    def clip_gradients(self, name: str, grads: Tensor) -> None:
-        """Clip the gradients of the flat parameter ``name`` in place, before they are encoded."""
-        if self.clip is not None:
+        if clips and self.clip is not None:
             self.clip.clip(name, grads, self.loss_scale)
 
     # Called by the engine

@@ -521,7 +521,8 @@ class OneBitOptimizer(Optimizer):
                 if left:  # a norm of gradients that were cleared since the backward, to None or in place, has no part
                     used, exact = (_value_of(torch.stack(each)) for each in zip(*left, strict=True))
                     norm = torch.linalg.vector_norm(exact[used])
-                    schedule.clip_gradients(EXACT_GRADIENTS, norm)  # as ranks have clipped what they encoded
+                    if schedule.clip is not None:  # as ranks have clipped what they encoded
+                        schedule.clip.clip(EXACT_GRADIENTS, norm, scale)
                     norms.append(float(norm) / scale)
             total = math.hypot(*norms)
             for schedule in self._schedules:
