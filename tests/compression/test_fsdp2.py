@@ -120,6 +120,10 @@ def taken_away() -> None:
     assert comm.sent_bytes == 0
     warm, _ = fsdp2(Compression(gradients="onebit", warmup_steps=3))
     assert losses(warm, 4) == exact[:4]
+    warm, _ = fsdp2(Compression(gradients="onebit", weights="int8", warmup_steps=3))
+    found = losses(warm, 4)
+    assert found[:3] == exact[:3]
+    assert found[3] != exact[3]  # behind the warm-up weights are encoded, too
 
 
 class Growing(nn.Module):

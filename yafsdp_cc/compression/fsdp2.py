@@ -43,6 +43,8 @@ from yafsdp_cc.ranks.mesh import all_gather_single, reduce_scatter_single
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import ReduceOp
 
+    from yafsdp_cc.compression.codec import Codec
+
 
 def compress(
     model: nn.Module, compression: Compression | str | None = None, *, replicas: dist.ProcessGroup | None = None
@@ -87,12 +89,13 @@ def compress(
     _check(config)
     shared = CompressedCommunication(config)
     for number, module in enumerate(modules):
+        sums: _Hook
         if replicas is not None:
-            module.set_all_reduce_hook(_AllReduceHook(shared, f"{number}", replicas))
+            module.set_all_reduce_hook(sums := _AllReduceHook(shared, f"{number}", replicas))
         else:
-            module.set_custom_reduce_scatter(_ReduceScatterHook(shared, f"{number}"))
+            module.set_custom_reduce_scatter(sums := _ReduceScatterHook(shared, f"{number}"))
         if config.weights is not None:
-            module.set_custom_all_gather(_AllGatherHook(shared, f"{number}"))
+            module.set_custom_all_gather(_AllGatherHook(shared, sums, config.make(config.weights)))
     if replicas is None and any(map(_has_replicas, modules)):
         warnings.warn(
             "compress() of a model on a mesh (replicate, shard) encodes the sums within a shard, and those over "
@@ -157,6 +160,8 @@ class CompressedCommunication:
     def __init__(self, config: Compression) -> None:
         self.config = config
         self.sent_bytes = 0
+        self.backwards = 0
+        """Number of backwards in which the unit that most have reached has reduced gradients, under FSDP2."""
         self.removed = False
         # the hooks count warm-up steps themselves, not the schedule
         self._schedule = CompressionSchedule(replace(config, warmup_steps=0))
@@ -285,8 +290,7 @@ class _Hook:
     def __init__(self, shared: CompressedCommunication, name: str) -> None:
         self._shared = shared
         self._name = name
-        self._calls = 0
-
+        self.calls = 0
         self._sets: set[tuple[int, ...]] = set()
         """Sets of parameters, by their ids, that have a residual."""
 
@@ -296,8 +300,9 @@ class _Hook:
         FSDP2 gives a hook no more than a buffer. The function that calls the hook has the parameters as an argument, so
         only ``__call__`` may call ``_sent``. Residuals of any number of sets could fill the memory.
         """
-        self._calls += 1
-        if self._shared.is_exact(self._calls):
+        self.calls += 1
+        self._shared.backwards = max(self._shared.backwards, self.calls)
+        if self._shared.is_exact(self.calls):
             return ()
         sent = tuple(map(id, sys._getframe(2).f_locals["fsdp_params"]))
         if len(self._sets) == _SETS and sent not in self._sets:
@@ -351,17 +356,21 @@ class _AllReduceHook(_Hook):
 
 
 class _AllGatherHook(_Hook, AllGather):
-    """The all-gather of the rounded weights of one parameter group of FSDP2."""
+    """The all-gather of the rounded weights of one parameter group of FSDP2, whose gradients ``sums`` sums."""
+
+    def __init__(self, shared: CompressedCommunication, sums: _Hook, codec: Codec) -> None:
+        super().__init__(shared, sums._name)
+        self._sums, self._codec = sums, codec
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        config = self._shared.config
-        if self._shared.removed or config.weights is None or not input_tensor.is_floating_point():
+        backward = 1 + (self._sums.calls or self._shared.backwards)  # a frozen unit reduces no gradients
+        if self._shared.is_exact(backward) or not input_tensor.is_floating_point():
             exact: dist.Work | None = all_gather_single(output_tensor, input_tensor, group, async_op)
             return exact
-        world, n, codec = group.size(), input_tensor.numel(), config.make(config.weights)
-        chunk = align(n, config.block)
+        world, n, codec = group.size(), input_tensor.numel(), self._codec
+        chunk = align(n, codec.block)
         messages = torch.empty(world, codec.message_bytes(chunk), dtype=torch.uint8, device=input_tensor.device)
         own, shard = messages[group.rank()], input_tensor if chunk == n else pad(input_tensor, (0, chunk - n))
         error_feedback.encode(codec, shard.view(1, -1), own.unsqueeze(0))
