@@ -2,13 +2,10 @@
 forwards.
 
 ``RoundedAllGather`` sends weights in blocks of few bits, which all ranks decode alike, the owner of a chunk too.
-``DeltaAllGather`` sends how shards have changed since the gather before, in as few bits as gradients:
+``DeltaAllGather`` sends how steps have changed shards since the gather before, in as few bits as gradients:
 
     owner of a chunk    shard − its chunk of the kept weights ── encode ──► message
     every rank          kept weights + decoded message                      (the owner, too)
-
-    gathered exactly    at first, and when something else than optimizer steps has changed the shards
-    delta               when steps alone have
 
 A message's rounding error is part of the next difference: the kept weights themselves serve as the residual of error
 feedback (Richtárik et al., "EF21", 2021, algorithm 2), rounding to their own dtype included. Every rank adds the same

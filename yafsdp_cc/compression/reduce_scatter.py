@@ -10,10 +10,9 @@
 
 The sum has the form of the exact reduce-scatter's: fp32, and not divided by the number of ranks.
 
-A ``CompressedSum`` belongs to one flat buffer. Its ``Encoder`` makes messages of gradients, exchanges them and decodes
-their sum. State that outlives a change of codec is an attribute of the ``CompressedSum``: the residual, gradients
-carried over to the next sum, the optimizer's momentum, and the counter of random numbers. The ``Phase`` of the
-``CompressionSchedule`` decides what each ``start`` sends.
+A ``CompressedSum`` belongs to one flat buffer, and has all state that outlives a change of codec. Its ``Encoder`` makes
+messages of gradients, exchanges them and decodes their sum. The ``Phase`` of the ``CompressionSchedule`` decides what
+each ``start`` sends.
 
 **Momentum form.** The residual of every rank w is its momentum M, by ``error_feedback``'s recursion for a = 1 − β,
 
