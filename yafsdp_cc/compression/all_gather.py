@@ -178,7 +178,7 @@ class DeltaAllGather(EncodedAllGather):
         return Messages(self.flat.layout, lambda elements: sum(size for *_, size in self._parts(elements)))
 
     def planned_bytes(self) -> int:
-        return super().planned_bytes() if self.always_exact else self._messages.sent_bytes(self.flat.rank)
+        return ExactAllGather.planned_bytes(self) if self.always_exact else super().planned_bytes()
 
     def watch(self) -> CompressionError:
         """Measure what messages lose from the next one on, until ``compression_error`` is None again."""
