@@ -183,7 +183,7 @@ class CodecFallback(CompressionObserver):
     def _fault(self, measured: Measured, kept: float, norm: float) -> str:
         """Return the fault of messages that keep the share ``kept`` and have the norm ``norm``; "" if none."""
         least = measured.error.least
-        if kept < least or kept < 0:
+        if kept < least:
             return f"keep {kept:.2%} of what they encode: residuals grow below {least:.2%}"
         # Ignore the first forwards: residuals start at zero, so norms still grow (for about 1 / (1 - beta) forwards in
         # the momentum form).

@@ -246,12 +246,12 @@ class CompressionSchedule(CompressionObserver):
     # Called by the engine
 
     def before_forward(self) -> None:
+        self.count_step()
         if torch.is_grad_enabled():
             self.follow_scale()
             self.follow_decay()
             self._warn_of_few_bits()
             self._warn_of_cleared_gradients()
-        self.count_step()
         self._have_changed = False
 
     def before_reduce(self, group: str) -> None:
@@ -332,7 +332,6 @@ class CompressionSchedule(CompressionObserver):
         momentum form, sums warn themselves (``CompressedSum.before_sum``).
         """
         state, is_resumed, self._is_resumed = self.state, self._is_resumed, False
-        self._have_changed |= self.weights_have_changed()
         if is_resumed or self._have_changed or self.beta or self.follows_scaler or not 0 < state.steps == state.seen[0]:
             return
         if self.phase.encodes and state.is_cleared and any(each.sends_late for each in self._sums.values()):
