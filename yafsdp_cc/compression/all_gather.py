@@ -274,8 +274,7 @@ class DeltaAllGather(EncodedAllGather):
     # In checkpoints ------------------------------------------------------------------------------------------------
 
     def kept_state(self) -> tuple[Tensor, bool] | None:
-        """Return this rank's chunk of the kept weights, and whether they lack optimizer steps that are still to be
-        sent.
+        """Return this rank's chunk of the kept weights, and whether they lack steps that are still to be sent.
 
         The result is None if the next forward gathers the shards' own values. The call waits for gathers in flight.
         """

@@ -112,7 +112,6 @@ def seconds_per_element(codec: Codec, gradients: Tensor, residual_dtype: torch.d
     total = torch.zeros(chunk, dtype=torch.float32, device=device)
     encode = partial(error_feedback.encode, codec, gradients, messages, residual=residual)
     decode_sum = partial(error_feedback.decode_sum, codec, messages, chunk, gradients[0], 0, total)
-    # the best time counts: other work of the machine can only slow a sum down
     return min(_seconds(device, encode, decode_sum) for _ in range(3)) / (peers + 1) / chunk
 
 
@@ -430,8 +429,7 @@ class CodecAutotuner(CompressionObserver):
             self.steps += 1
             self._step_seconds.append(now - self._stepped)
         self._stepped = now
-        # No codec may change while residuals hold deferred gradients of micro-batches. ``is_idle`` is the same on all
-        # ranks.
+        # No codec may change while residuals hold deferred gradients. ``is_idle`` is the same on all ranks.
         if self.steps >= self.next_tuning and self.state.is_idle:
             with span("choice"):
                 self.tune()
@@ -459,8 +457,7 @@ class CodecAutotuner(CompressionObserver):
             _log.info("compression='auto' after %d steps: %s; %s", self.steps, why, self.summary)
 
     def set_codecs(self, codecs: Mapping[ParamGroup, str]) -> None:
-        """Reduce the gradients of these groups with these codecs from now on. A collective; no reduce may be in
-        flight."""
+        """Reduce the gradients of these groups with these codecs. A collective; no reduce may be in flight."""
         chosen = {group: codecs.get(group, _codec_of(group)) for group in self.state.groups if _tuned(group)}
         set_codecs(self.state, {flat: codec for group, codec in chosen.items() for flat in _tuned(group)})
         self.summary = _summary({group.name: codec for group, codec in chosen.items()})

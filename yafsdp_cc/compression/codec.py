@@ -135,8 +135,7 @@ class Codec(ABC):
 
     @abstractmethod
     def is_finite(self, message: Tensor, n: int) -> Tensor:
-        """Return [messages, blocks] bool: whether all elements of each block were finite, so that the message holds
-        them.
+        """Return [messages, blocks] bool: whether all elements of each block were finite.
 
         A block that was not finite decodes to NaN somewhere, and error feedback leaves its residual unchanged.
         """

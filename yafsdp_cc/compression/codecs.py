@@ -1,7 +1,6 @@
 """The built-in codecs, a class each, whose docstring gives the layout of its messages to the byte.
 
-The codecs are plain torch, and define the bits that native kernels give. Messages of a ``Scaled`` codec begin with 4
-bytes for each block: its scale.
+The codecs are plain torch, and define the bits that native kernels give; ``Scaled`` says what is before a payload.
 """
 
 from __future__ import annotations
@@ -258,8 +257,7 @@ class OneBit(Scaled):
 
 
 class _Float(Codec):
-    """The numbers unchanged (fp32) or rounded to nearest even (bf16); every NaN becomes the positive quiet one without
-    a payload.
+    """The numbers unchanged (fp32) or rounded to nearest even (bf16), with one NaN: positive, quiet, without payload.
 
     byte 4i ... 4i + 3 (fp32), or 2i and 2i + 1 (bf16): element i
     """

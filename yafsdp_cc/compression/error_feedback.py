@@ -90,8 +90,7 @@ class Residual(NamedTuple):
         return self.values.nbytes + self.scales.nbytes
 
     def span(self, first: int, messages: int, n: int) -> Residual:
-        """Return a view of ``messages`` rows of ``n`` elements, beginning ``first`` elements after the residual's
-        first.
+        """Return a view of ``messages`` rows of ``n`` elements, from the residual's element ``first`` on.
 
         Messages of one residual may differ in length: then only views by ``span`` have a meaningful shape.
         """
@@ -111,8 +110,7 @@ class Residual(NamedTuple):
         return (self._blocks(self.values).to(torch.float32) * self.scales.unsqueeze(-1)).flatten(1)
 
     def store(self, fresh: Tensor, where: Tensor | None = None) -> None:
-        """Overwrite the residual with ``fresh`` [messages, n] fp32; only in blocks ``where`` [messages, blocks] is
-        true."""
+        """Overwrite the residual with ``fresh`` [messages, n] fp32, in blocks ``where`` [messages, blocks] is true."""
         blocks = self._blocks(fresh)
         if self.values.dtype == torch.int8:
             scale, inverse = step_of(largest_of(blocks), 127)
@@ -194,8 +192,7 @@ def accumulate(gradients: Tensor, residual: Residual, *, scale: float = 1.0) -> 
 def decode_sum(
     codec: Codec, messages: Tensor, n: int, own: Tensor | None, place: int, total: Tensor, start: int = 0
 ) -> None:
-    """Sum decoded messages in order, with ``own`` added before message ``place``, into ``total``: all elements, or a
-    range.
+    """Sum decoded messages in order, and ``own`` before message ``place``, into ``total``: all elements, or a range.
 
     Args:
         messages: [messages, bytes] uint8.
@@ -224,8 +221,7 @@ def decode_sum(
 
 
 def decode_differences(codec: Codec, messages: Tensor, n: int, estimate: Tensor, total: Tensor, start: int = 0) -> None:
-    """Add messages of differences (EF21) to ``estimate``, and write the new estimate to ``total``: all elements, or a
-    range.
+    """Add messages of differences (EF21) to ``estimate``, and write it to ``total``: all elements, or a range.
 
     A sender leaves the residual of a non-finite block unchanged. ``estimate`` leaves out that block of the message,
     too, so that it stays the sum of the senders' residuals; in ``total`` the block is not finite.
@@ -322,8 +318,7 @@ class CompressionError:
 
     @torch.no_grad()
     def observe(self, codec: Codec, messages: Tensor, residual: Residual, gradients: Tensor) -> None:
-        """Add ``messages`` [messages, bytes], just encoded from ``gradients``, and the ``residual`` that they left to
-        ``sums``.
+        """Add to ``sums`` what ``messages`` [messages, bytes] of ``gradients`` hold, and the ``residual`` they left.
 
         If messages have more than ``SAMPLES`` parts, decode a fixed sample and scale its sums up: each part takes a
         kernel launch, and there are as many messages as ranks.
@@ -424,9 +419,7 @@ class Encoder(ABC):
         """
 
     def decode_differences(self, estimate: Tensor, start: int, total: Tensor) -> None:
-        """Add messages of differences (EF21) to ``estimate``, and write the new estimate to ``total``, as the module's
-        ``decode_differences`` does.
-        """
+        """Add messages to ``estimate`` and write it to ``total``, as the module's function of this name does."""
         raise NotImplementedError(f"{type(self).__name__} does not encode differences to an estimate")
 
     @abstractmethod

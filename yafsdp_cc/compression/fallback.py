@@ -185,8 +185,7 @@ class CodecFallback(CompressionObserver):
         least = measured.error.least
         if kept < least:
             return f"keep {kept:.2%} of what they encode: residuals grow below {least:.2%}"
-        # Ignore the first forwards: residuals start at zero, so norms still grow (for about 1 / (1 - beta) forwards in
-        # the momentum form).
+        # In the first forwards norms still grow from residuals of zero: about 1 / (1 - beta) in the momentum form.
         is_early = self._forwards * (1 - self._schedule.beta) < 1 or self._forwards < PERIOD
         if is_early or isinstance(measured.collective, DeltaAllGather):
             return ""

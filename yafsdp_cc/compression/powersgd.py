@@ -98,8 +98,7 @@ def matrices_of(
 
 
 def message_numels(matrices: Sequence[Matrix], rest: Iterable[tuple[int, int]], rank: int) -> tuple[int, int]:
-    """Return the elements of a message of the factors P, and of one of the factors Q, ranges sent unchanged
-    included."""
+    """Return the elements of a message of the factors P and of one of the factors Q, with what is sent unchanged."""
     unchanged = sum(last - first for first, last in rest)
     left, right = (sum(matrix.thin(is_right, rank) for matrix in matrices) for is_right in (False, True))
     return left + unchanged, right + unchanged
@@ -227,8 +226,7 @@ def _orthonormal(values: Tensor) -> Tensor:
 
 
 def _add_product(left: Tensor, right: Tensor, start: int, end: int, into: Tensor) -> None:
-    """Add elements ``start`` to ``end`` of ``left · rightᵀ`` to ``into``: parts of rows at both ends, whole rows
-    between."""
+    """Add elements ``start`` to ``end`` of ``left · rightᵀ`` to ``into``: whole rows, and parts of rows at the ends."""
     columns = right.shape[0]
     top, bottom = -(-start // columns), end // columns
     if top > bottom:  # the range lies within one row
@@ -288,8 +286,7 @@ class FactorEncoder(Encoder):
         """Return the parts of a whole buffer that have a residual."""
 
     def _encode(self, due: Tensor, message: Tensor, feedback: Feedback) -> None:
-        """Encode the gradients ``due`` fp32, which is overwritten, and the residual into ``message``; update the
-        residual."""
+        """Encode gradients ``due`` fp32, overwritten, and the residual into ``message``; update the residual."""
         residual, recursion = feedback.residual, feedback.recursion
         assert residual is not None
         parts = [(residual.of(chunks), chunks.values) for chunks in self._rows(due)]

@@ -607,8 +607,7 @@ class CodecEncoder(Encoder):
         self.step = self.chunk = flat.layout.chunks[flat.rank]
         self._size = codec.message_bytes(self.chunk)
         self._counts = cache(partial(counts_of, flat.layout, codec.block, flat.device))
-        """Function of a range of ranks whose chunks are equally long; it returns the number of elements in each
-        of their blocks, [ranks, blocks], or None if all blocks are full."""
+        """``counts_of`` the chunks of a range of ranks, counted once."""
 
     @property
     def kept(self) -> float:

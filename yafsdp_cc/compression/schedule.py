@@ -219,8 +219,7 @@ class CompressionSchedule(CompressionObserver):
     def follow_decay(self) -> None:
         """Make residuals follow the optimizer's present momentum decay. No reduce may be in flight.
 
-        After a message a residual is beta / share times this rank's momentum, so it is rescaled to the new beta /
-        share.
+        After a message a residual is beta / share times this rank's momentum, so it is rescaled to the new ratio.
         """
         controller = None if self.controller is None else self.controller()
         if controller is None or (decay := controller.decay) == (self.beta, self.share):
@@ -236,8 +235,7 @@ class CompressionSchedule(CompressionObserver):
             self.beta, self.share = decay
 
     def prepare(self, name: str, grads: Tensor, *, clips: bool = True) -> None:
-        """Divide the gradients of the flat parameter ``name`` by ``micro_batches`` and clip them, in place, before
-        anything else is done with them."""
+        """Divide gradients of the flat parameter ``name`` by ``micro_batches``, and clip them, both in place."""
         if self.micro_batches != 1:
             grads.div_(self.micro_batches)
         if clips and self.clip is not None:

@@ -188,8 +188,7 @@ def local_residuals(state: FSDPState, *, tuned: bool = False) -> dict[str, Any]:
 def load_local_residuals(state: FSDPState, saved: Mapping[str, Any]) -> bool:
     """Load what ``local_residuals`` returned on the same ranks. Return False, with nothing changed, if it does not fit.
 
-    With tuned codecs ``saved`` never fits, as the checkpoint's codecs may not be the present ones: the caller uses the
-    mean residuals.
+    With tuned codecs ``saved`` never fits, as the checkpoint's may not be the present ones: means are used instead.
     """
     if any(compressed.is_tuned for _, compressed in compressed_sums(state)):
         return False
@@ -318,8 +317,7 @@ def _sum_of_unsent(state: FSDPState, compressed: CompressedSum) -> Tensor:
 def kept_weights(state: FSDPState) -> tuple[dict[str, FlatDTensor], list[str]]:
     """Return by full name the weights that all ranks keep and that deltas build on, sharded like the parameters.
 
-    The second result names parameters whose kept weights lack optimizer steps that the next forward sends as a delta;
-    it is the same on all ranks.
+    The second result, alike on all ranks, names parameters whose kept weights lack steps that are still to be sent.
     """
     found: dict[str, FlatDTensor] = {}
     behind: list[str] = []
