@@ -135,8 +135,7 @@ class Compression(CompressionFields):
             raise ValueError(f"feedback='ef21' with carry={self.carry}: all of it is carried on: leave carry out")
         if LOW_RANK in self.codecs:
             raise ValueError(
-                "feedback='ef21' with 'powersgd': factors of all ranks are one product, which is no sum of estimates; "
-                "take a codec, or leave feedback out"
+                "feedback='ef21' with 'powersgd': a product of factors is no sum of estimates; take a codec"
             )
         return self
 

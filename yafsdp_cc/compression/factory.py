@@ -65,8 +65,7 @@ class CompressedCollectives(Collectives):
             raise ValueError(
                 f"compression has weights={codec!r}, which encodes how weights have changed that every rank keeps, but "
                 f"those of unit '{name}' are resharded after each forward (zero_stage=3, reshard_after_forward=True or "
-                "a number of ranks): pass zero_stage=2 or reshard_after_forward=False, by which every rank keeps them, "
-                "or weights='int8', which rounds them"
+                "a number of ranks): pass zero_stage=2, reshard_after_forward=False or weights='int8', which rounds"
             )
 
     def check_overrides(self, names: Collection[str]) -> None:
@@ -158,7 +157,6 @@ class CompressedCollectives(Collectives):
                 raise ValueError(
                     f"the gradients of '{first}' and '{name}' share a buffer, and overrides="
                     f"{dict(self.config.overrides)} encode one by {codec!r} and the other by {other!r}: write patterns "
-                    "that also fit the names within the module that fully_shard is called on, or call shard(model), "
-                    "which knows the full names"
+                    "that also fit the names within the module that fully_shard is called on, or call shard(model)"
                 )
         return codec
