@@ -888,10 +888,10 @@ def test_a_launcher_that_comes_behind_the_end_of_a_run_tells_how_that_ended(tmp_
 
 def test_a_node_whose_clock_is_another_one_lives_as_long_as_its_heart_beats(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = RendezvousSettings("run", 1, 2, RendezvousTimeout(), timedelta(seconds=1), 5)
-    meeting, passed = C10dRendezvousBackend(HashStore(), "run"), [0.0]
+    store, passed = HashStore(), [0.0]
     asleep: list[float] = []
     monkeypatch.setattr(elastic, "time", SimpleNamespace(monotonic=lambda: passed[0], sleep=asleep.append))
-    one, other = (_BackendRendezvousStateHolder(elastic._OwnClock(meeting), settings, 0) for _ in range(2))
+    one = _BackendRendezvousStateHolder(elastic._OwnClock(store, "run"), settings, 0)
     nodes = _NodeDescGenerator()
     here, there = nodes.generate("here"), nodes.generate("there")
 
@@ -904,6 +904,7 @@ def test_a_node_whose_clock_is_another_one_lives_as_long_as_its_heart_beats(monk
         return set(holder.state.participants)
 
     beats(one, here, 0)
+    other = _BackendRendezvousStateHolder(elastic._OwnClock(store, "run"), settings, 0)
     for ahead in (-3600, 3600, 3599, -60, 0):
         passed[0] += 3
         assert beats(other, there, ahead) == {here, there}
@@ -919,9 +920,9 @@ START = datetime.now(timezone.utc)
 def test_heartbeats_of_a_dead_launcher_are_as_old_as_they_say(monkeypatch: pytest.MonkeyPatch) -> None:
     """A launcher that comes again to the place where it was killed must not meet its own ghost."""
     settings = RendezvousSettings("run", 2, 2, RendezvousTimeout(), timedelta(seconds=1), 5)
-    meeting, nodes, lived = C10dRendezvousBackend(HashStore(), "run"), _NodeDescGenerator(), [0]
+    store, nodes, lived = HashStore(), _NodeDescGenerator(), [0]
     dead, slow = nodes.generate("dead"), nodes.generate("slow")
-    writer = _BackendRendezvousStateHolder(meeting, settings, 0)
+    writer = _BackendRendezvousStateHolder(C10dRendezvousBackend(store, "run"), settings, 0)
 
     def write(seconds: float = 0.0) -> None:
         writer.sync()
@@ -935,7 +936,7 @@ def test_heartbeats_of_a_dead_launcher_are_as_old_as_they_say(monkeypatch: pytes
     monkeypatch.setattr(elastic, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=write))
     monkeypatch.setattr(writer, "_sanitize", lambda: None)
     write()
-    newcomer = _BackendRendezvousStateHolder(elastic._OwnClock(meeting), settings, 0)
+    newcomer = _BackendRendezvousStateHolder(elastic._OwnClock(store, "run"), settings, 0)
     newcomer.sync()
     assert set(newcomer.state.participants) == {slow}  # its clock is a minute late, but its heart beats
 

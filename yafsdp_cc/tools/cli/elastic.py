@@ -7,7 +7,6 @@ every rank, in silence; after a second Ctrl-C the launcher kills the ranks.
 from __future__ import annotations
 
 import argparse
-import errno
 import json
 import os
 import pickle
@@ -48,7 +47,7 @@ from torch.distributed.elastic.rendezvous import (
     rendezvous_handler_registry,
 )
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend, create_backend
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, create_handler
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher import api as launcher_api
 from torch.distributed.launcher.api import LaunchConfig
@@ -219,50 +218,42 @@ class _EndedError(RendezvousError):
     """Raised in a launcher that comes when the run of the others has come to its good end."""
 
 
-class _OwnClock(RendezvousBackend):
+class _OwnClock(C10dRendezvousBackend):
     """A backend whose heartbeats, as this node reads them, are as old as their last change that this node has seen.
 
-    torch's launcher takes a node for dead by comparing that node's wall clock with its own: clocks differ, and jump. A
-    heartbeat that this node finds when it comes may be a dead node's, and counts as new once it has changed.
+    torch's launcher takes a node for dead by comparing that node's wall clock with its own: clocks differ, and jump.
     """
 
-    def __init__(self, backend: RendezvousBackend) -> None:
-        self._backend = backend
-        self._seen: dict[object, tuple[datetime, float, bool]] = {}
-        """Each node's last heartbeat as that node wrote it, when this node first read that heartbeat, by a monotonic
-        clock, and whether it was a change."""
+    def __init__(self, store: Store, run_id: str) -> None:
+        super().__init__(store, run_id)
+        self._beats: dict[object, tuple[datetime, float]] = {}
+        """Each node's last heartbeat as that node wrote it, and when, by this node's monotonic clock."""
         self._shown: dict[object, datetime] = {}
-        self._is_first = True
-
-    @property
-    def name(self) -> str:
-        return self._backend.name
+        if found := super().get_state():
+            # heartbeats that are there may be a dead node's, and are as old as they say; those of living nodes change
+            for node, beat in pickle.loads(found[0]).last_heartbeats.items():
+                age = datetime.now(timezone.utc) - beat
+                self._beats[node] = beat, time.monotonic() - max(0.0, age.total_seconds())
+            time.sleep(_BEAT)
 
     def get_state(self) -> tuple[bytes, Any] | None:
-        found = self._backend.get_state()
-        if found and self._is_first:
-            self._shown_state(found[0])
-            time.sleep(_BEAT)
-            found = self._backend.get_state()
-        self._is_first = False
-        return found and (self._shown_state(found[0]), found[1])
+        found = super().get_state()
+        return found and (self._as_shown(found[0]), found[1])
 
     def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
         written = pickle.loads(state)
         for node, beat in written.last_heartbeats.items():
             if beat == self._shown.get(node):
-                written.last_heartbeats[node] = self._seen[node][0]
-        found = self._backend.set_state(pickle.dumps(written), token)
-        return found and (self._shown_state(found[0]), *found[1:])
+                written.last_heartbeats[node] = self._beats[node][0]
+        found = super().set_state(pickle.dumps(written), token)
+        return found and (self._as_shown(found[0]), *found[1:])
 
-    def _shown_state(self, state: bytes) -> bytes:
+    def _as_shown(self, state: bytes) -> bytes:
         shown, now = pickle.loads(state), time.monotonic()
         for node, beat in shown.last_heartbeats.items():
-            if node not in self._seen or self._seen[node][0] != beat:
-                self._seen[node] = beat, now, not self._is_first
-            _, since, has_changed = self._seen[node]
-            changed = datetime.now(timezone.utc) - timedelta(seconds=now - since)
-            shown.last_heartbeats[node] = changed if has_changed else min(beat, changed)
+            if node not in self._beats or self._beats[node][0] != beat:
+                self._beats[node] = beat, now
+            shown.last_heartbeats[node] = datetime.now(timezone.utc) - timedelta(seconds=now - self._beats[node][1])
         self._shown = shown.last_heartbeats
         return pickle.dumps(shown)
 
@@ -295,24 +286,26 @@ class FreshStores(RendezvousHandler):
         self._attempt = 0
         self._server: TCPStore | None = None
         """Store where ranks meet, if this node serves it: in a first attempt at the user's port, else at a free one."""
+        self._store: Store | None = None
+        """Store in which launchers meet, if torch's c10d backend or this class has made one."""
+        self._ended = f"yafsdp_cc/ended/{inner.run_id}"
         try:
             seconds = 2 * (inner.get_as_int("read_timeout") or 60)  # torch tries twice, for ``read_timeout`` each
-            _, port = ("", 0) if "/" in params.endpoint else parse_rendezvous_endpoint(params.endpoint, 29400)
-            if is_here and backend == "static":
-                self._server, port = self._meet(lambda: _listening_store("localhost", port)), 0
-            store: Store | None = None
-            if is_here and inner.get("store_type", "tcp") == "tcp":
-                # on localhost alone: torch's own store would listen on all interfaces, launchers unpickle its values
-                with suppress(OSError):  # the port is taken: torch's own store joins another run's there
-                    store = _listening_store("localhost", port)
-            meeting = None if store is None else C10dRendezvousBackend(store, inner.run_id)
-            if meeting is None and backend == "c10d":
-                meeting, store = self._meet(lambda: create_backend(inner), seconds)
-            self._store, self._ended = store, f"yafsdp_cc/ended/{inner.run_id}"
-            if meeting is not None and store is not None:
-                self._inner: RendezvousHandler = create_handler(store, _OwnClock(meeting), inner)
-            else:
+            if is_here:
+                _, port = parse_rendezvous_endpoint(params.endpoint, 29400)
+                if backend == "static":
+                    self._server, port = self._meet(lambda: _listening_store("localhost", port)), 0
+                if inner.get("store_type", "tcp") == "tcp":
+                    # on localhost alone: torch's own store listens on all interfaces, and launchers unpickle its values
+                    with suppress(OSError):  # the port is taken: torch's own store joins another run's there
+                        self._store = _listening_store("localhost", port)
+            if self._store is None and backend == "c10d":
+                _, self._store = self._meet(lambda: create_backend(inner), seconds)
+            if self._store is None:
                 self._inner = self._meet(lambda: rendezvous_handler_registry.create_handler(inner), seconds)
+            else:
+                meeting = self._meet(partial(_OwnClock, self._store, inner.run_id))
+                self._inner = create_handler(self._store, meeting, inner)
         except (ValueError, ImportError) as error:
             raise argparse.ArgumentError(None, f"--rdzv-backend, --rdzv-endpoint or --rdzv-conf: {error}") from error
 
@@ -342,7 +335,7 @@ class FreshStores(RendezvousHandler):
             raise RendezvousError(f"{self._place}: {reason}") from error
         except (RendezvousError, DistError, OSError) as error:
             reason = _first_line(error.__cause__ or error)
-            if "EADDRINUSE" in reason or (isinstance(error, OSError) and error.errno == errno.EADDRINUSE):
+            if "address already in use" in reason.lower():  # torch's words and Python's
                 reason = "another program listens on this port; name another, or none if this is the only node"
                 raise RendezvousError(f"{self._place}: {reason}") from error
             raise RendezvousError(f"not all launchers have met at {self._place}: {reason}") from error
