@@ -151,8 +151,7 @@ def _communication(state: FSDPState, traffic: Sequence[PlannedTraffic]) -> Plann
 def _host(state: FSDPState) -> PlannedHost:
     flats = [flat for flat in state.flats if isinstance(flat, HostFlatParam)]
     replicated = [flat for flat in state.replicated.flats if isinstance(flat, HostReplicatedFlatParam)]
-    params = [param for flat in flats for param in flat.params]
-    params += [param for flat in replicated for param in flat.params]
+    params = [param for flat in (*flats, *replicated) for param in flat.params]
     return PlannedHost(
         parameters=sum(nbytes_of(flat.sharded) for flat in flats),
         gradients=sum(flat.sharded_grad.buffer.nbytes for flat in flats if flat.sharded_grad is not None),

@@ -216,24 +216,24 @@ def _rows(flags: argparse.ArgumentParser, asked: argparse.Namespace, settings: S
     from yafsdp_cc.tools.estimate import probe, subject_of
 
     dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64, None: None}
-    param = settings["precision.param"].value if "precision.param" in settings else None
-    policy = MixedPrecisionPolicy(dtypes[param])
+    values = {name: one.value for name, one in settings.items()}
+    policy = MixedPrecisionPolicy(dtypes[values.get("precision.param")])
     subject = subject_of(asked.model, asked.batch, asked.sequence)
-    units = settings["shard.units"].value if "shard.units" in settings else "auto"
-    found = None if subject.loss is None else probe(subject, policy, units)
+    found = None if subject.loss is None else probe(subject, policy, values.get("shard.units", "auto"))
     if found is None and (asked.checkpoint or asked.rate):
         flags.error(f"{asked.model} returns no loss: --checkpoint and --rate need one; see docs/estimate.md")
     doubled = None
     if asked.memory and ":" not in asked.model:
         doubled = probe(subject_of(asked.model, 2 * asked.batch, asked.sequence), policy).activations
-    return [_row(subject.build, ranks, asked, settings, found, doubled) for ranks in asked.ranks]
+    separate = values.get("shard.separate_reduce_group", False)
+    return [_row(subject.build, ranks, asked, separate, found, doubled) for ranks in asked.ranks]
 
 
 def _row(
     build: Callable[[], Any],
     ranks: int,
     asked: argparse.Namespace,
-    settings: Settings,
+    separate: bool,
     found: Probe | None,
     doubled: Activations | None,
 ) -> Row:
@@ -246,7 +246,6 @@ def _row(
     in_host = {} if plan.host is None else {**plan.host.memory, "optimizer state": has_state * plan.host.adamw}
     optimizer = has_state * plan.adamw_bytes - in_host.get("optimizer state", 0)
     held = plan.owned_bytes + optimizer
-    separate = "shard.separate_reduce_group" in settings and settings["shard.separate_reduce_group"].value
     communicators = (1 + (asked.replicas > 1) + separate) if asked.device == "cuda" else 0
     if found is None:
         assumed = _assumed(asked, plan, 0, 0)
