@@ -300,12 +300,12 @@ MISTAKES = {
     "nowhere.py": "no such script: nowhere.py",
     "--nproc-per-node=many": "--nproc-per-node: Unsupported nproc_per_node value: many",
     "--nproc-per-node=0": "--nproc-per-node must be at least 1, got 0",
-    "--nnodes=0": "--nnodes must be a number of nodes, or MIN:MAX of at least 1, got 0",
-    "--nnodes=3:2": "min_nodes=3, max_nodes=2",
+    "--nnodes=0": '--nnodes: "0" cannot be; it takes a whole number of at least 1',
+    "--nnodes=3:2": '--nnodes: "3:2" cannot be; it takes',
     "--node-rank=1": "--node-rank counts from 0: 1 is none of the --nnodes=1:1",
     "--name=../x": '--name: "../x" cannot be; it takes a name of letters',
-    "--max-restarts=-1": "--max-restarts must be at least 0",
-    "--monitor-interval=0": "--monitor-interval more than 0, got 0 and 0.0",
+    "--max-restarts=-1": "--max-restarts: -1 cannot be; it takes a whole number of at least 0",
+    "--monitor-interval=0": "--monitor-interval must be more than 0, got 0.0",
     "--rdzv-conf=timeout": "'timeout' must have a value",
 }
 

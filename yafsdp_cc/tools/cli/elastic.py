@@ -125,8 +125,8 @@ def _torch_config(
     try:
         config, command, arguments = torchrun.config_from_args(options)
         config.rdzv_configs["is_here"] = config.max_nodes == 1 and not is_file and _is_here(config.rdzv_endpoint)
-    except (ValueError, RuntimeError, AssertionError) as error:
-        parser.error(str(error) or "--nnodes=MIN:MAX must not have more than MAX")
+    except (ValueError, RuntimeError) as error:
+        parser.error(str(error))
     if config.rdzv_configs["is_here"]:
         config.local_addr = config.local_addr or "localhost"
     rendezvous_handler_registry.register(FreshStores.BACKEND, FreshStores)

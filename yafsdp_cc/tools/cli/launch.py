@@ -162,18 +162,14 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace, ranks_o
         parser.error(f"--nproc-per-node: {error}")
     if ranks < 1:
         parser.error(f"--nproc-per-node must be at least 1, got {ranks}")
-    if options.max_restarts < 0 or options.monitor_interval <= 0:
-        parser.error(
-            "--max-restarts must be at least 0 and --monitor-interval more than 0, "
-            f"got {options.max_restarts} and {options.monitor_interval}"
-        )
-    if not re.fullmatch(r"0*[1-9]\d*(:\d+)?", options.nnodes):
-        parser.error(f"--nnodes must be a number of nodes, or MIN:MAX of at least 1, got {options.nnodes}")
+    if options.monitor_interval <= 0:
+        parser.error(f"--monitor-interval must be more than 0, got {options.monitor_interval}")
+    for option in ("max_restarts", "nnodes", "name"):
+        if wrong := mistake_in(f"launch.{option}", getattr(options, option)):
+            parser.error(wrong.replace(f"launch.{option}", f"--{option.replace('_', '-')}"))
     least, _, most = options.nnodes.rpartition(":")
     if options.standalone and int(least or most) > 1:
         parser.error(f"--standalone is for this machine alone: leave it out, or --nnodes={options.nnodes}")
     if options.rdzv_backend == "static" and not options.standalone and not 0 <= options.node_rank < int(most):
         parser.error(f"--node-rank counts from 0: {options.node_rank} is none of the --nnodes={options.nnodes}")
-    if options.name is not None and (wrong := mistake_in("launch.name", options.name)):
-        parser.error(wrong.replace("launch.name", "--name"))
     return ranks
