@@ -891,7 +891,7 @@ def test_a_node_whose_clock_is_another_one_lives_as_long_as_its_heart_beats(monk
     store, passed = HashStore(), [0.0]
     asleep: list[float] = []
     monkeypatch.setattr(elastic, "time", SimpleNamespace(monotonic=lambda: passed[0], sleep=asleep.append))
-    one = _BackendRendezvousStateHolder(elastic._OwnClock(store, "run"), settings, 0)
+    one = _BackendRendezvousStateHolder(elastic._OwnClock(store, "run", 1), settings, 0)
     nodes = _NodeDescGenerator()
     here, there = nodes.generate("here"), nodes.generate("there")
 
@@ -904,30 +904,31 @@ def test_a_node_whose_clock_is_another_one_lives_as_long_as_its_heart_beats(monk
         return set(holder.state.participants)
 
     beats(one, here, 0)
-    other = _BackendRendezvousStateHolder(elastic._OwnClock(store, "run"), settings, 0)
+    other = _BackendRendezvousStateHolder(elastic._OwnClock(store, "run", 1), settings, 0)
     for ahead in (-3600, 3600, 3599, -60, 0):
         passed[0] += 3
         assert beats(other, there, ahead) == {here, there}
         assert beats(one, here, 0) == {here, there}
     passed[0] += 6
     assert beats(one, here, 0) == {here}
-    assert asleep == [elastic._BEAT]  # only ``other`` found a state, and waited for heartbeats to change
+    assert asleep == [2]  # only ``other`` found a state, and waited for heartbeats to change
 
 
 START = datetime.now(timezone.utc)
 
 
-def test_heartbeats_of_a_dead_launcher_are_as_old_as_they_say(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("interval", [1, 6])
+def test_heartbeats_of_a_dead_launcher_are_as_old_as_they_say(monkeypatch: pytest.MonkeyPatch, interval: int) -> None:
     """A launcher that comes again to the place where it was killed must not meet its own ghost."""
-    settings = RendezvousSettings("run", 2, 2, RendezvousTimeout(), timedelta(seconds=1), 5)
+    settings = RendezvousSettings("run", 2, 2, RendezvousTimeout(), timedelta(seconds=interval), 5)
     store, nodes, lived = HashStore(), _NodeDescGenerator(), [0]
     dead, slow = nodes.generate("dead"), nodes.generate("slow")
     writer = _BackendRendezvousStateHolder(C10dRendezvousBackend(store, "run"), settings, 0)
 
     def write(seconds: float = 0.0) -> None:
         writer.sync()
-        lived[0] += 1
-        for node, age in ((dead, 9), (slow, 60 - lived[0])):
+        lived[0] += int(seconds / 2)
+        for node, age in ((dead, 5 * interval + 4), (slow, 60 - lived[0] // interval)):
             writer.state.participants[node] = len(writer.state.participants)
             writer.state.last_heartbeats[node] = START - timedelta(seconds=age)
         writer.mark_dirty()
@@ -936,7 +937,7 @@ def test_heartbeats_of_a_dead_launcher_are_as_old_as_they_say(monkeypatch: pytes
     monkeypatch.setattr(elastic, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=write))
     monkeypatch.setattr(writer, "_sanitize", lambda: None)
     write()
-    newcomer = _BackendRendezvousStateHolder(elastic._OwnClock(store, "run"), settings, 0)
+    newcomer = _BackendRendezvousStateHolder(elastic._OwnClock(store, "run", interval), settings, 0)
     newcomer.sync()
     assert set(newcomer.state.participants) == {slow}  # its clock is a minute late, but its heart beats
 

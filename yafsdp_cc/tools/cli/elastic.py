@@ -62,8 +62,6 @@ ALONE = "localhost:0"
 """Endpoint of a run on this machine alone."""
 _PATIENCE = 3
 """Seconds that ranks have to end after Ctrl-C before the launcher says that it waits for them."""
-_BEAT = 2
-"""Seconds within which the heartbeat of a node that lives changes: torch's launchers write one each second here."""
 
 
 def run(options: argparse.Namespace, parser: argparse.ArgumentParser, folder: Path, title: str) -> int:
@@ -187,7 +185,7 @@ def _launch(job: _Job, launch: Callable[[], object], parser: argparse.ArgumentPa
         return _report(job, failed.failures)
     except argparse.ArgumentError as error:
         parser.error(str(error))
-    except (RendezvousError, DistError, UnwritableError) as error:
+    except (RendezvousError, DistError, UnwritableError, _EndedError) as error:
         print(f"yafsdp-cc: {_first_line(error)}", file=sys.stderr)
         return 0 if isinstance(error, _EndedError) and job.is_again else 1
     return 0
@@ -214,7 +212,7 @@ def _kill_ranks(_signal: int, _frame: FrameType | None) -> None:
     os.write(2, b"yafsdp-cc: interrupted again: killed the ranks that had not ended\n" if children else b"")
 
 
-class _EndedError(RendezvousError):
+class _EndedError(Exception):
     """Raised in a launcher that comes when the run of the others has come to its good end."""
 
 
@@ -222,9 +220,12 @@ class _OwnClock(C10dRendezvousBackend):
     """A backend whose heartbeats, as this node reads them, are as old as their last change that this node has seen.
 
     torch's launcher takes a node for dead by comparing that node's wall clock with its own: clocks differ, and jump.
+
+    Args:
+        interval: seconds between two heartbeats of a launcher.
     """
 
-    def __init__(self, store: Store, run_id: str) -> None:
+    def __init__(self, store: Store, run_id: str, interval: int) -> None:
         super().__init__(store, run_id)
         self._beats: dict[object, tuple[datetime, float]] = {}
         """Each node's last heartbeat as that node wrote it, and when, by this node's monotonic clock."""
@@ -234,7 +235,7 @@ class _OwnClock(C10dRendezvousBackend):
             for node, beat in pickle.loads(found[0]).last_heartbeats.items():
                 age = datetime.now(timezone.utc) - beat
                 self._beats[node] = beat, time.monotonic() - max(0.0, age.total_seconds())
-            time.sleep(_BEAT)
+            time.sleep(2 * interval)
 
     def get_state(self) -> tuple[bytes, Any] | None:
         found = super().get_state()
@@ -304,7 +305,8 @@ class FreshStores(RendezvousHandler):
             if self._store is None:
                 self._inner = self._meet(lambda: rendezvous_handler_registry.create_handler(inner), seconds)
             else:
-                meeting = self._meet(partial(_OwnClock, self._store, inner.run_id))
+                interval = inner.get_as_int("keep_alive_interval") or 1
+                meeting = self._meet(partial(_OwnClock, self._store, inner.run_id, interval))
                 self._inner = create_handler(self._store, meeting, inner)
         except (ValueError, ImportError) as error:
             raise argparse.ArgumentError(None, f"--rdzv-backend, --rdzv-endpoint or --rdzv-conf: {error}") from error
@@ -326,8 +328,6 @@ class FreshStores(RendezvousHandler):
         threading.Thread(target=run, daemon=True).start()
         try:
             return met.result(seconds)
-        except _EndedError:
-            raise
         except (RendezvousClosedError, RendezvousGracefulExitError) as error:
             raise RendezvousError("the launcher of another node has given up: see its output") from error
         except FutureTimeoutError as error:
