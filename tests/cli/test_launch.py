@@ -238,7 +238,12 @@ def test_a_script_that_cannot_be_compiled(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("flags", ["--standalone", also("--master-port=29637")])  # both ways in which launchers meet
-def test_each_attempt_shows_why_it_failed_and_starts_with_an_empty_store(tmp_path: Path, flags: str) -> None:
+@pytest.mark.parametrize("names_files", [False, True])
+def test_each_attempt_shows_why_it_failed_and_starts_with_an_empty_store(
+    tmp_path: Path, flags: str, names_files: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if names_files:
+        monkeypatch.setenv("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", f"{tmp_path}/trace-")  # the older name
     body = """
 attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
 store = dist.distributed_c10d._get_default_store()

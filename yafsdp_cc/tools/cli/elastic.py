@@ -68,8 +68,8 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser, folder: Pa
     """Run the ranks of this node with torchrun's ``options``, with logs in ``folder``; return the exit status."""
     # name flight-recorder files: after a time-out NCCL's process groups write them, and the runner does it for gloo's
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
-    if "TORCH_NCCL_DEBUG_INFO_TEMP_FILE" not in os.environ:  # older name of TORCH_FR_DUMP_TEMP_FILE
-        os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", f"{folder.absolute()}/flight-recorder-rank-")
+    by_older_name = os.environ.get("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", f"{folder.absolute()}/flight-recorder-rank-")
+    os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", by_older_name)
     by_torch = options.logs_specs or (options.redirects, options.tee) != ("0", "0")
     with tempfile.TemporaryDirectory(prefix="yafsdp-cc-") as errors:
         options.log_dir = str(folder) if by_torch else errors
@@ -437,7 +437,7 @@ def _report(job: _Job, failures: Mapping[int, ProcessFailure]) -> int:
     for failure in later:
         print(f"yafsdp-cc: rank {failure.rank} failed after it: {failure.summary}", file=sys.stderr)
     print(f"yafsdp-cc: the output of every rank is in {job.folder}", file=sys.stderr)
-    prefix = Path(os.environ.get("TORCH_FR_DUMP_TEMP_FILE") or os.environ["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"])
+    prefix = Path(os.environ["TORCH_FR_DUMP_TEMP_FILE"])
     # torch makes the folders of error files when an attempt begins: older traces are of other failures
     folders = [Path(failure.error_file).parent.parent for failure in failures.values() if failure.error_file]
     began = min((folder.stat().st_mtime for folder in folders), default=0.0)
