@@ -276,6 +276,7 @@ class FreshStores(RendezvousHandler):
         params.config.setdefault("keep_alive_interval", 1)  # a dead launcher is noticed after 5 s; default: 15 s
         params.config.setdefault("keep_alive_max_attempt", 5)
         is_here = params.config.pop("is_here") and backend in ("static", "c10d")
+        # not ``params`` itself: torch compares its backend with this handler's afterwards
         inner = RendezvousParameters(
             backend, params.endpoint, params.run_id, *nodes, params.local_addr, **params.config
         )
