@@ -276,6 +276,8 @@ def refusals():
             lambda: w.copy_(torch.ones(4)), lambda: torch._foreach_add([w], [torch.ones(8, 4)]),
             lambda: torch._foreach_mul_([w], torch.ones(4)), lambda: torch.where(w > 0, w, torch.ones(8, 4)),
             lambda: torch.frexp(w, out=(w, v.int())), lambda: w.view(torch.int32), lambda: norm.view(torch.bfloat16),
+            lambda: torch.sum(w, (0, 1), out=torch.ones(())), lambda: torch.linalg.vector_norm(w, out=torch.ones(())),
+            lambda: w.index_put_((w > 0,), torch.ones(()), accumulate=True),
             lambda: w.__setitem__(w > 0, torch.ones(here)), lambda: norm * w, lambda: w.lerp_(w, torch.ones(8, 4)),
         ):
             with pytest.raises(NotImplementedError, match=r"'(layers.\d.w|norm)' \((sharded|replicated).*full_tensor"):

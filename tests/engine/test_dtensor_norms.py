@@ -109,6 +109,9 @@ def norms_by_hand():
                 torch.testing.assert_close(our.norm(-1).full_tensor(), their.norm(-1))
                 assert [x.item() for x in torch._foreach_max([our])] == [their.max().item()]
             assert our.norm(0).item() == their.norm(0).item()
+            for cast in (torch.int64, torch.int32, torch.bool, torch.float64):
+                for found, expected in ((our.sum() * 10, their.sum() * 10), (our.norm(), their.norm())):
+                    assert found.to(cast).float().item() == pytest.approx(expected.to(cast).float().item())
             assert our.double().norm(2, dtype=torch.float32).full_tensor().dtype == torch.float32
             assert our.isnan().any().item() is False
             assert our.equal(our.clone())

@@ -609,20 +609,26 @@ def check_is_real(func: Any, flat: FlatDTensor) -> None:
         raise refusal(func, flat.shard_spec, f" of {flat.dtype}", instead)
 
 
+def arguments_of_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a reduction by name; refuse one over some dimensions, or into another tensor."""
+    given = reductions.arguments_of(func, args, kwargs)
+    if not reductions.covers_all(given):
+        raise refusal(func, specs_in(args)[0], " with out=" if "out" in given else " over some of its dimensions")
+    return given
+
+
 def _reduce(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Handle norms, extremes, ``any`` and ``all`` of a tensor, or of each in a list; communicated at first use."""
     tensors = args[0] if _is_tensor_list(args[0]) else args[:1]
-    if func in _EXTREMES and reductions.covers_all(reductions.arguments_of(func, args, kwargs)):
+    given = arguments_of_whole(func, args, kwargs)
+    if func in _EXTREMES:
         of_one, kind, dtype = _EXTREMES[func]
         of_locals = functools.partial(_local_extremes, of_one)
         for each in tensors if dtype is None else ():
             if type(each) is FlatDTensor:
                 check_is_real(func, each)
     else:
-        found = reductions.norm_arguments(func, args, kwargs)
-        if found is None:
-            raise refusal(func, args[0].shard_spec, " over some of its dimensions")
-        order, dtype = found
+        order, dtype = reductions.norm_arguments(given)
         of_one, kind = functools.partial(torch.linalg.vector_norm, ord=order, dtype=dtype), Reduction(order)
         of_locals = functools.partial(reductions.local_norms, order)
     summands = [summand_of(x, dtype or x.dtype.to_real()) for x in tensors if type(x) is FlatDTensor]
@@ -649,7 +655,7 @@ _EXTREMES: dict[Any, tuple[Any, Reduction, torch.dtype | None]] = {
 """For each operation the form for one tensor, the reduction over ranks, and the dtype of the result."""
 
 
-HANDLERS: dict[str, Callable[..., Any]] = dict.fromkeys(("linalg_vector_norm", "norm", "_foreach_norm"), _reduce)
+HANDLERS: dict[str, Callable[..., Any]] = dict.fromkeys(reductions.NORMS, _reduce)
 """Handlers of operations that are not element-wise, by name; ``tensor/operations.py`` adds more."""
 _ELEMENTWISE = {
     *("clone", "copy", "_to_copy", "zero", "fill", "masked_fill", "copysign"),

@@ -20,6 +20,7 @@ from yafsdp_cc.tensor import reductions
 from yafsdp_cc.tensor.dtensor import (
     HANDLERS,
     FlatDTensor,
+    arguments_of_whole,
     aten,
     check_is_real,
     increment_version,
@@ -79,9 +80,9 @@ def _of_own_shape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 def _assign_where(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatDTensor:
     """Handle ``x[mask] = number`` with a mask of x's shape, which Rprop uses."""
-    target, indices, value, *_ = args
+    target, indices, value, *accumulate = args
     mask = indices[0] if len(indices) == 1 else None
-    if type(target) is not FlatDTensor or type(mask) is not FlatDTensor or mask.dtype != torch.bool:
+    if any(accumulate) or type(target) is not FlatDTensor or type(mask) is not FlatDTensor or mask.dtype != torch.bool:
         raise refusal(func, specs_in(args)[0])
     value = operand(func, target.shard_spec, value)
     target.masked_fill_(mask, value.to(target.device).reshape(()))
@@ -99,9 +100,7 @@ def _concatenate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> to
 def _sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LazyReduction:
     """Handle the sum or mean of all elements; communicated at first use."""
     flat: FlatDTensor = args[0]
-    given = reductions.arguments_of(func, args, kwargs)
-    if not reductions.covers_all(given):
-        raise refusal(func, flat.shard_spec, " over some of its dimensions")
+    given = arguments_of_whole(func, args, kwargs)
     count = flat.numel() if func._schema.name == "aten::mean" else 1
     dtype = given.get("dtype") or (flat.dtype if flat.is_floating_point() else torch.int64)
     check_is_real(func, flat)

@@ -318,23 +318,12 @@ def local_norms(order: float, locals_: list[torch.Tensor]) -> Sequence[torch.Ten
     return torch._foreach_norm(locals_, order, dtype=precise)
 
 
-_NORMS = (
-    aten.linalg_vector_norm.default,
-    aten.norm.Scalar,
-    aten.norm.ScalarOpt_dim,
-    aten.norm.ScalarOpt_dtype,
-    aten.norm.ScalarOpt_dim_dtype,
-    aten._foreach_norm.Scalar,
-)
+NORMS = ("linalg_vector_norm", "norm", "_foreach_norm")
+"""Names of the operations of ``aten`` that are norms."""
 
 
-def norm_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[float, torch.dtype | None] | None:
-    """Return order and dtype of a call that is a norm over all elements of a tensor; None for any other call."""
-    if func not in _NORMS:
-        return None
-    given = arguments_of(func, args, kwargs)
-    if not covers_all(given):
-        return None
+def norm_arguments(given: dict[str, Any]) -> tuple[float, torch.dtype | None]:
+    """Return order and dtype of a norm with these arguments."""
     order = given.get("ord", given.get("p"))
     return 2.0 if order is None else float(order), given.get("dtype")
 
@@ -345,9 +334,9 @@ def arguments_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> di
 
 
 def covers_all(given: dict[str, Any]) -> bool:
-    """Return whether a reduction with these arguments covers all elements and yields a 0-d tensor."""
+    """Return whether a reduction with these arguments covers all elements and yields a new 0-d tensor."""
     dims, ndim = given.get("dim"), given["self"].dim() if isinstance(given["self"], torch.Tensor) else 0
-    return not given.get("keepdim", False) and (
+    return not ("out" in given or given.get("keepdim", False)) and (
         not dims or sorted(dim % max(ndim, 1) for dim in dims) == list(range(ndim))
     )
 
@@ -365,13 +354,16 @@ def _kept_lazy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lazy
     if func in (aten.detach.default, aten.alias.default):
         return _lazy(partials, dtype)
     if func is aten._to_copy.default:
+        if not dtype.is_floating_point and torch.promote_types(first.dtype, dtype) != dtype:
+            return None  # an integer or a bool loses what a later cast back would take from the partials
         if (device := kwargs.get("device")) not in (None, partials.local.device):
             partials = Partials(partials.local.to(device), partials.kind, partials.across)
         return _lazy(partials, dtype)
     if partials.kind == SUM:
         return _kept_sum(func, first, args, kwargs)
-    order, _ = norm_arguments(func, args, kwargs) or (None, None)
-    if order and Reduction(order) == partials.kind:
+    given = arguments_of(func, args, kwargs)
+    is_norm = func._schema.name.removeprefix("aten::") in NORMS and covers_all(given)
+    if is_norm and partials.kind.order and Reduction(norm_arguments(given)[0]) == partials.kind:
         local = partials.local.abs().sum() if partials.kind.is_sum else partials.local.max()
         return _lazy(Partials(local, partials.kind, partials.across), dtype)
     return None
