@@ -57,15 +57,12 @@ def check_written(
             only another rank has one.
     """
     with refused_together(*all_groups(mesh)):
-        _check_written(named, model, params)
-
-
-def _check_written(named: Mapping[str, nn.Parameter], model: nn.Module, params: Sequence[FSDPParam]) -> None:
-    found = {param.spec.name: "parameter" for param in params if _is_unwritten(param.parameter, param.local)}
-    sharded = {param.parameter for param in params}
-    found |= {name: "parameter" for name, each in named.items() if each not in sharded and _is_unwritten(each)}
-    found |= {name: "buffer" for name, each in model.named_buffers() if each.is_meta or _is_unwritten(each)}
-    if found:
+        found = {param.spec.name: "parameter" for param in params if _is_unwritten(param.parameter, param.local)}
+        sharded = {param.parameter for param in params}
+        found |= {name: "parameter" for name, each in named.items() if each not in sharded and _is_unwritten(each)}
+        found |= {name: "buffer" for name, each in model.named_buffers() if each.is_meta or _is_unwritten(each)}
+        if not found:
+            return
         (name, kind), *others = found.items()
         names = ", ".join(f"'{each}'" for each, _ in others[:_NAMED]) + (", ..." if len(others) > _NAMED else "")
         more = f" (and {len(others)} more: {names})" if others else ""
