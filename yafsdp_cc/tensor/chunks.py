@@ -51,10 +51,9 @@ class SavedInChunks:
         first = 0
         for chunk in chunks_of(self.shard_spec):
             numel = math.prod(chunk.sizes)
-            if index.offset == chunk.offsets and self._local_tensor.shape == chunk.sizes:
-                return self._local_tensor
             if index.offset == chunk.offsets:
-                return self._local_tensor.view(-1)[first : first + numel].view(chunk.sizes)
+                local = self._local_tensor
+                return local if local.shape == chunk.sizes else local.view(-1)[first : first + numel].view(chunk.sizes)
             first += numel
         raise ValueError(f"no chunk at {index.offset} on this rank: {self.shard_spec}")
 

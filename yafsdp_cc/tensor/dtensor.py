@@ -563,8 +563,8 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     locals_ = [local(value, each.name) for each, value in zip(func._schema.arguments, args, strict=False)]
     named = {name: local(value, name) for name, value in kwargs.items()}
     result = func._op(*locals_, **named)
-    for i, name in written.items():
-        increment_version(locals_[i] if i < len(args) else named[name])
+    for i in written:
+        increment_version(locals_[i])
     return result and [x if spec is None else wrap(x, spec) for x, spec in zip(result, specs, strict=True)]
 
 
