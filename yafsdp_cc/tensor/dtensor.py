@@ -701,15 +701,10 @@ def _handler_of(func: Any) -> Callable[..., Any]:
 def follow_optimizers() -> None:
     """Register hooks around the steps of every optimizer of this process.
 
-    After a step, every shard that the optimizer may have written to gets a new version, however it wrote.
-
-    Before a step, an optimizer is refused whose parameters were replaced by sharded ones since it was made: its steps
-    would change nothing, silently. Refused are also torch's Muon, and Adafactor of torch or Transformers, on sharded
-    matrices, and optimizers of libraries that quantise blocks of state. State that was loaded as DTensors of rows, or
-    whole, is sharded like its parameter. Adam on half-precision parameters gets a warning. LBFGS, which decides by the
-    loss, is given its mean over ranks.
+    Before a step, optimizers are refused that cannot train shards (``tensor.refusals``), and state that was loaded as
+    rows or whole is sharded like its parameter. After a step, every shard that the optimizer may have written to gets a
+    new version, however it wrote.
     """
-
     seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
     begun: weakref.WeakKeyDictionary[Optimizer, dict[FlatParam, int]] = weakref.WeakKeyDictionary()
     """Versions of all shards before the steps under way, by optimizer."""

@@ -213,9 +213,6 @@ def refuse_inputs(outputs: Iterable[torch.Tensor | GradientEdge], inputs: Iterab
 
     The graph has the gathered weight in place of the sharded parameter: without this check the parameter's gradient
     would be None, or that of a penalty alone.
-
-    Raises:
-        RuntimeError: a forward has gathered one of ``inputs`` for ``outputs``.
     """
     specs = [spec for each in inputs if (spec := getattr(each, "shard_spec", None)) is not None]
     if not specs:
