@@ -289,8 +289,9 @@ def refusals():
         scalar = part_of(torch.ones(()), ShardSpec("layers.0.w", torch.Size([]), mesh, (0, 1, 1)))
         with pytest.raises(NotImplementedError, match=r"aten._local_scalar_dense on 'layers.0.w'.*full_tensor"):
             scalar.item()
-        with pytest.raises(NotImplementedError, match=r"'layers.0.w'.*initialise before sharding"):
-            w.geometric_(0.5)
+        for drawn in (lambda: w.geometric_(0.5), lambda: w.bernoulli_(w), lambda: torch.ones(8, 4).bernoulli_(w)):
+            with pytest.raises(NotImplementedError, match=r"'layers.0.w'.*initialise before sharding"):
+                drawn()
         # fmt: on
         assert (w * torch.tensor(2.0) + torch.ones(1)).full_tensor().equal(torch.full((8, 4), 3.0))
         one = part_of(torch.ones(1), ShardSpec("scale", torch.Size([1]), mesh, None))

@@ -35,9 +35,11 @@ from yafsdp_cc.tensor.reductions import LazyReduction
 from yafsdp_cc.tensor.refusals import refusal
 
 
-def _draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FlatDTensor:
+def _draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Handle ``normal_``, ``randn_like`` and the like: every rank draws the whole tensor and keeps its part, so that
     ranks with one seed have the values of the plain tensor."""
+    if specs_in(args[1:]):  # the numbers of a distribution are of this rank's elements
+        return refused(func, args, kwargs)
     flat: FlatDTensor = args[0]
     spec, local = flat.shard_spec, flat._local_tensor
     drawn = spec.local_of_full(func(local.new_empty(spec.global_shape), *args[1:], **kwargs))
