@@ -78,7 +78,7 @@ from yafsdp_cc.sharding.units import (
 )
 from yafsdp_cc.tensor.dtensor import FlatDTensor
 from yafsdp_cc.tensor.loading import patch_torch
-from yafsdp_cc.tensor.shown import sharded_as
+from yafsdp_cc.tensor.shown import SHARDED_AS
 
 if TYPE_CHECKING:
     from yafsdp_cc.engine.spec import Collectives
@@ -764,7 +764,7 @@ def _owned_params(modules: tuple[nn.Module, ...], ignored: Collection[nn.Paramet
     found: dict[nn.Parameter, OwnedParameter] = {}
     for module in modules:
         for name, parameter in module.named_parameters():
-            if sharded_as(parameter) is not None:
+            if SHARDED_AS in parameter.__dict__:
                 raise ValueError(
                     f"'{name}' is tied to a parameter of a module that was sharded before: gather both together, "
                     "fully_shard([one, other])"

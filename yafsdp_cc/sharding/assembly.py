@@ -45,7 +45,7 @@ from yafsdp_cc.tensor.dtensor import engines
 from yafsdp_cc.tensor.loading import take_back
 from yafsdp_cc.tensor.module_parameters import ModelContents, check_unchanged
 from yafsdp_cc.tensor.reductions import fingerprints
-from yafsdp_cc.tensor.shown import sharded_as
+from yafsdp_cc.tensor.shown import SHARDED_AS
 from yafsdp_cc.tensor.unsharded import StayUnsharded
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ def _name(model: nn.Module, specs: Sequence[ParamGroupSpec]) -> None:
 
 def _check(model: nn.Module, specs: Sequence[ParamGroupSpec]) -> None:
     for name, parameter in model.named_parameters():
-        if (known := sharded_as(parameter)) is not None:
+        if (known := parameter.__dict__.get(SHARDED_AS)) is not None:
             raise ValueError(
                 f"'{name}' was tied to '{known.name}', which was sharded without it: gather both together, "
                 "fully_shard([one, other])"

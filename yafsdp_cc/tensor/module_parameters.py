@@ -18,7 +18,7 @@ from yafsdp_cc.engine.state import engine_of
 from yafsdp_cc.forms.extensions import forward_dtype
 from yafsdp_cc.tensor.dtensor import FlatDTensor, engines
 from yafsdp_cc.tensor.refusals import ADD_FIRST
-from yafsdp_cc.tensor.shown import CastWhenUsed, is_unsharded
+from yafsdp_cc.tensor.shown import UNSHARDED_OF, CastWhenUsed
 from yafsdp_cc.tensor.unwritten import check_written
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class ModuleParameters(dict[str, "torch.nn.Parameter | None"]):
             in_forward = engine.context.in_forward or is_run_again
             shown = self._attributes.get(name)
             # a forward that raised leaves its weights in its modules, where nobody may see them afterwards
-            if shown is not None and (in_forward or (not in_backward and is_unsharded(shown))):
+            if shown is not None and (in_forward or (not in_backward and UNSHARDED_OF in shown.__dict__)):
                 held[name] = shown
             elif in_forward and param.flat is not None and (dtype := forward_dtype(param.flat)) != parameter.dtype:
                 held[name] = CastWhenUsed.of(parameter, dtype)

@@ -6,6 +6,7 @@ show one (``tensor.unsharded``), is an ``UnshardedWeight``.
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
@@ -87,17 +88,6 @@ def mark_unsharded(weight: torch.Tensor, spec: ShardSpec) -> None:
         weight.__class__ = UnshardedWeight
 
 
-def is_unsharded(weight: torch.Tensor) -> bool:
-    """Return whether ``mark_unsharded`` marked ``weight``."""
-    return UNSHARDED_OF in weight.__dict__
-
-
-def sharded_as(parameter: torch.nn.Parameter) -> ShardSpec | None:
-    """Return the spec of the sharded parameter that replaced ``parameter``; None if none did."""
-    spec: ShardSpec | None = parameter.__dict__.get(SHARDED_AS)
-    return spec
-
-
 _LOOKS = {
     getattr(torch.Tensor, name).__get__ for name in ("dtype", "shape", "device", "layout", "ndim", "is_meta", "is_cpu")
 } | {torch.Tensor.is_floating_point, torch.Tensor.is_complex, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.size}
@@ -133,11 +123,8 @@ class CastWhenUsed(DTensor):
             if func in _LOOKS:
                 return func(*args, **kwargs)
         is_attribute = getattr(func, "__name__", "") in ("__get__", "__set__", "requires_grad_")
-        args, kwargs = tree_map_only(cls, cls._sharded if is_attribute else cls._cast, (args, kwargs))
+        args, kwargs = tree_map_only(cls, attrgetter("_parameter") if is_attribute else cls._cast, (args, kwargs))
         return func(*args, **kwargs)
-
-    def _sharded(self) -> torch.nn.Parameter:
-        return self._parameter
 
     def _cast(self) -> torch.Tensor:
         return self._parameter.to(self.dtype)
