@@ -11,7 +11,7 @@ import inspect
 import os
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache, wraps
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, ParamSpec, TypeVar
@@ -94,7 +94,6 @@ class _Arguments(NamedTuple):
     """The arguments that ``shard`` and ``fully_shard`` share, checked and completed."""
 
     info: MeshInfo
-    policy: MixedPrecisionPolicy
     host: HostMemory | None
     compression: Compression | None
     collectives: Collectives
@@ -105,12 +104,7 @@ class _Arguments(NamedTuple):
     def owners(
         self, division: Division, ownership: Ownership, *, is_complete: bool, work: Counter[int] | None = None
     ) -> dict[OwnedParameter, MatrixOwners]:
-        """Check that parameters can be sharded; return the ranks that own matrices.
-
-        Args:
-            is_complete: as of ``check_subclasses``.
-            work: as of ``assign_owners``.
-        """
+        """Check that parameters can be sharded; return the ranks that own matrices."""
         owned, mesh = division.parameters, self.info.mesh
         check_tensor_parallel(owned, mesh)
         check_no_hooks(owned)
@@ -120,11 +114,6 @@ class _Arguments(NamedTuple):
         given = {"compresses": self.compression is not None, "offloads": self.host is not None}
         check_subclasses(owned, self.info, **given, is_complete=is_complete, whole=owners)
         return owners
-
-    def plan(
-        self, prepare: Callable[[Sequence[OwnedParameter]], None], owners: Mapping[OwnedParameter, MatrixOwners]
-    ) -> ShardingPlan:
-        return ShardingPlan(self.info, self.policy, self.collectives, self.host, prepare, owners)
 
     def settings(self, mp_policy: MixedPrecisionPolicy | None, ownership: Ownership) -> dict[str, Any]:
         """Return arguments of ``shard`` and ``fully_shard`` that must be equal on all ranks, by name."""
@@ -364,9 +353,9 @@ def shard(
                     f"{type(synchronizes).__name__} writes weights beside them: every all-gather would be exact. Leave "
                     "weights out, or take sync=Outer(...)"
                 )
-        for unit in division.units:
-            if unit.modules != (model,):
-                given.collectives.check_group(unit.name, given.keeps_after_forward)
+        inner_units = [unit for unit in division.units if unit.modules != (model,)]
+        for unit in inner_units:
+            given.collectives.check_group(unit.name, given.keeps_after_forward)
     if synchronizes is None:
         _warn_of_whole_model(mesh, division)
         _warn_of_emulated_bf16(policy, torch.device(mesh.device_type))
@@ -386,14 +375,13 @@ def shard(
     check_settings({"units": [(unit.role, unit.name, len(unit.parameters)) for unit in division.units]}, across)
     place_buffers(model, info.device, param_init_fn, of_loaded=True)
     prepare = _preparation(model, info, sync_module_states, param_init_fn)
-    plan = given.plan(prepare, owners)
+    plan = ShardingPlan(info, policy, given.collectives, given.host, prepare, owners)
     # ``output_dtype`` is for the output of the model, not of the units inside
     inner = plan._replace(policy=replace(policy, output_dtype=None))
-    for unit in division.units:
-        if unit.modules != (model,):
-            spec = shard_parameters(unit.modules, unit.parameters, (), inner, unit.role)
-            spec.settings.keeps_after_forward = given.keeps_after_forward
-            spec.settings.secondary_ranks = given.secondary_ranks
+    for unit in inner_units:
+        spec = shard_parameters(unit.modules, unit.parameters, (), inner, unit.role)
+        spec.settings.keeps_after_forward = given.keeps_after_forward
+        spec.settings.secondary_ranks = given.secondary_ranks
     root_params = next((unit.parameters for unit in division.units if unit.modules == (model,)), ())
     shard_parameters((model,), root_params, division.replicated, plan, "root").ignored = given.ignored
     for spec in specs_below(model):
@@ -499,7 +487,8 @@ def fully_shard(
             if given.host is None and not one.parameter.is_meta and not isinstance(one.parameter, DTensor):
                 one.parameter.data = one.parameter.data.to(info.device)
 
-    spec = shard_parameters(modules, large, small, given.plan(prepare, owners))
+    plan = ShardingPlan(info, mp_policy, given.collectives, given.host, prepare, owners)
+    spec = shard_parameters(modules, large, small, plan)
     spec.settings.keeps_after_forward = given.keeps_after_forward
     spec.settings.secondary_ranks = given.secondary_ranks
     spec.settings.stays_unsharded = None if reshard_after_forward is None else reshard_after_forward is False
@@ -680,7 +669,7 @@ def _check_arguments(
     collectives = EXACT if config is None else CompressedCollectives(config, mesh)
     host = HostMemory.of(offload_policy, info.device)
     keeps, secondary = _after_forward(reshard_after_forward, mesh)
-    return _Arguments(info, policy, host, config, collectives, keeps, secondary, frozenset(ignored))
+    return _Arguments(info, host, config, collectives, keeps, secondary, frozenset(ignored))
 
 
 def _divided_by_replica(mesh: object, sync: object) -> tuple[DeviceMesh, DeviceMesh]:
