@@ -8,7 +8,6 @@ no difference: the assigned tensor and the parameter show the same elements.
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, cast
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from yafsdp_cc.engine.param import owner_of
+from yafsdp_cc.engine.spec import spec_of
 from yafsdp_cc.forms.offload import HostFlatParam
 from yafsdp_cc.forms.subclasses import PLAIN, check_plain, subclass_of, with_grad_dtype
 from yafsdp_cc.ranks.checks import refused_together
@@ -32,10 +32,6 @@ if TYPE_CHECKING:
 
     from yafsdp_cc.engine.param import FlatParam, FSDPParam
     from yafsdp_cc.engine.spec import ParamGroupSpec
-
-_parts: weakref.WeakKeyDictionary[FSDPParam, weakref.ref[FlatParam]] = weakref.WeakKeyDictionary()
-"""Flat buffer of each parameter, sharded or replicated."""
-
 
 # Out of the meta device, and to another dtype -------------------------------------------------------------------------
 
@@ -136,8 +132,6 @@ def take_over(param: FSDPParam, value: Tensor) -> None:
         return
     if value.is_meta:
         raise ValueError(f"'{param.spec.name}' has values, which one on the meta device would replace: leave it out")
-    part = _parts[param]()
-    assert part is not None
     if value.dtype != param.local.dtype:
         raise ValueError(
             f"load_state_dict(assign=True) would make {value.dtype} of '{param.spec.name}', which is sharded as "
@@ -145,7 +139,8 @@ def take_over(param: FSDPParam, value: Tensor) -> None:
             "model.to(dtype)"
         )
     if param.local.is_meta:
-        _leave_meta(part, param)
+        spec = cast("ParamGroupSpec", spec_of(param.unit))
+        _leave_meta(next(part for part in spec.parts if param in part.params), param)
     param.parameter.copy_(value)
     if type(value) is DTensor:
         with suppress(RuntimeError):  # somebody else refers to ``value``: leave it unchanged
@@ -155,11 +150,9 @@ def take_over(param: FSDPParam, value: Tensor) -> None:
 def follow_assignments(spec: ParamGroupSpec) -> Iterator[Any]:
     """Copy assigned values into the parameters of ``spec``; yield the handles of the hooks on modules that do so."""
     held: dict[nn.Module, list[tuple[str, FSDPParam]]] = {}
-    for part in spec.parts:
-        for param in part.params:
-            _parts[param] = weakref.ref(part)
-            for module, attribute in param.sites:
-                held.setdefault(module, []).append((attribute, param))
+    for param in spec.params:
+        for module, attribute in param.sites:
+            held.setdefault(module, []).append((attribute, param))
     for module, params in held.items():
         yield module.register_load_state_dict_pre_hook(functools.partial(_take_over_assigned, params))
 
