@@ -611,9 +611,9 @@ def check_is_real(func: Any, flat: FlatDTensor) -> None:
 
 def arguments_of_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of a reduction by name; refuse one over some dimensions, or into another tensor."""
-    given = reductions.arguments_of(func, args, kwargs)
-    if not reductions.covers_all(given):
-        raise refusal(func, specs_in(args)[0], " with out=" if "out" in given else " over some of its dimensions")
+    given = reductions.arguments_over_all(func, args, kwargs)
+    if given is None:
+        raise refusal(func, specs_in(args)[0], " with out=" if "out" in kwargs else " over some of its dimensions")
     return given
 
 

@@ -328,17 +328,13 @@ def norm_arguments(given: dict[str, Any]) -> tuple[float, torch.dtype | None]:
     return 2.0 if order is None else float(order), given.get("dtype")
 
 
-def arguments_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call by name, without those left out."""
-    return dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
-
-
-def covers_all(given: dict[str, Any]) -> bool:
-    """Return whether a reduction with these arguments covers all elements and yields a new 0-d tensor."""
+def arguments_over_all(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
+    """Return a reduction's arguments by name, without those left out; None unless it covers all elements and yields a
+    new 0-d tensor."""
+    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
     dims, ndim = given.get("dim"), given["self"].dim() if isinstance(given["self"], torch.Tensor) else 0
-    return not ("out" in given or given.get("keepdim", False)) and (
-        not dims or sorted(dim % max(ndim, 1) for dim in dims) == list(range(ndim))
-    )
+    covers_all = not dims or sorted(dim % max(ndim, 1) for dim in dims) == list(range(ndim))
+    return given if covers_all and not given.get("keepdim", False) and "out" not in given else None
 
 
 def _kept_lazy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LazyReduction | None:
@@ -361,9 +357,9 @@ def _kept_lazy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lazy
         return _lazy(partials, dtype)
     if partials.kind == SUM:
         return _kept_sum(func, first, args, kwargs)
-    given = arguments_of(func, args, kwargs)
-    is_norm = func._schema.name.removeprefix("aten::") in NORMS and covers_all(given)
-    if is_norm and partials.kind.order and Reduction(norm_arguments(given)[0]) == partials.kind:
+    is_norm = func._schema.name.removeprefix("aten::") in NORMS
+    given = arguments_over_all(func, args, kwargs) if is_norm and partials.kind.order else None
+    if given is not None and Reduction(norm_arguments(given)[0]) == partials.kind:
         local = partials.local.abs().sum() if partials.kind.is_sum else partials.local.max()
         return _lazy(Partials(local, partials.kind, partials.across), dtype)
     return None
