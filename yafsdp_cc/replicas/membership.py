@@ -30,7 +30,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeAlias, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -38,9 +38,6 @@ from pydantic import Field, TypeAdapter
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from yafsdp_cc.engine.communicator import Communicator
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 T = TypeVar("T")
 Count: TypeAlias = Annotated[int, Field(strict=True, ge=0, lt=1 << 53)]
@@ -66,22 +63,16 @@ class Round:
     comm: Communicator
     """Communicator of the members' ranks that hold this shard."""
     task: Task
+    names: Sequence[str]
     contributors: Sequence[int]
-    """Indices of the members whose outer gradients are in the mean."""
-    transfers: bool = False
-    """Whether any member takes weights from another."""
+    """Indices of the members whose outer gradients are in the mean; the others take weights of ``source``."""
     source: int = 0
     """Index of the member that others take weights from."""
-    names: Sequence[str] = ()
 
     @property
     def contributes(self) -> bool:
-        """Whether this replica's outer gradient counts; if not, the replica takes weights of the member ``source``."""
+        """Whether this replica's outer gradient counts."""
         return self.comm.rank in self.contributors
-
-    def broadcast(self, tensor: Tensor) -> list[dist.Work]:
-        """Start to overwrite ``tensor`` with the tensor of the member ``source``."""
-        return [self.comm.group.broadcast(tensor, self.source)]
 
 
 class AllReplicas:
@@ -92,7 +83,7 @@ class AllReplicas:
 
     def open(self, task: Task) -> Round:
         members = range(self._comm.world)
-        return Round(self._comm, task, members, names=[f"replica {place}" for place in members])
+        return Round(self._comm, task, [f"replica {place}" for place in members], members)
 
     def close(self, error: RuntimeError | None) -> bool:
         if error is not None:
@@ -104,7 +95,6 @@ class _Arrival(NamedTuple):
     """A rank that waits for a round."""
 
     replica: str
-    shard: Count
     shards: Count
     """Number of ranks of the replica."""
     version: Annotated[int, Field(strict=True, ge=-1)]
@@ -118,9 +108,6 @@ class _Members(NamedTuple):
     replicas: list[str]
     contributors: list[Count]
     source: Count
-    transfers: bool
-    votes: Count
-    """Number of ranks whose votes the round needs."""
     task: Task
     group: str
     """Key of the store under which the round's process group was made."""
@@ -224,15 +211,16 @@ class Membership:
             except RuntimeError as error:
                 self.close(error)
                 continue
-            return Round(comm, members.task, members.contributors, members.transfers, members.source, members.replicas)
+            return Round(comm, members.task, members.replicas, members.contributors, members.source)
 
     def close(self, error: RuntimeError | None) -> bool:
         """Vote on the round after this rank's exchange worked, or failed by ``error``; return whether all commit it."""
         members = self._members
-        votes = not members.contributors or members.replicas.index(self._replica) in members.contributors
+        voters = members.contributors or range(len(members.replicas))
+        votes = members.replicas.index(self._replica) in voters
         if error is not None:
             self._settle(_VOID)
-        elif votes and self._ask(lambda store: store.add(f"{self._key}/votes", 1)) == members.votes:
+        elif votes and self._ask(lambda store: store.add(f"{self._key}/votes", 1)) == self._shards * len(voters):
             self._settle(_COMMIT)
         counts = self._await_outcome(self._deadline if votes else self._patience) == _COMMIT
         if counts:
@@ -265,7 +253,7 @@ class Membership:
     def _arrive(self, task: Task) -> _Members:
         """Wait for the round's members to be fixed, and return them."""
         slot = self._ask(lambda store: store.add(f"{self._key}/arrivals", 1)) - 1
-        own = _Arrival(self._replica, self._shard, self._shards, self.version, task)
+        own = _Arrival(self._replica, self._shards, self.version, task)
         self._ask(lambda store: store.set(f"{self._key}/arrival/{slot}", json.dumps(own)))
         known: dict[int, _Arrival] = {}
         newest = self._place[0] - 1
@@ -320,12 +308,10 @@ class Membership:
         contributors = [
             place for place, each in enumerate(members) if each.version == newest >= 0 and each.task == first.task
         ]
-        votes = sum(members[place].shards for place in contributors) or sum(each.shards for each in members)
         group = self._key
         if self._last is not None and not is_repeated and self._last.replicas == replicas:
             group = self._last.group
-        source, transfers = replicas.index(first.replica), len(contributors) < len(members)
-        found = _Members(replicas, contributors, source, transfers, votes, first.task, group)
+        found = _Members(replicas, contributors, replicas.index(first.replica), first.task, group)
         self._ask(lambda store: store.compare_set(f"{self._key}/members", "", json.dumps(found)))
 
     def _read_members(self) -> _Members:

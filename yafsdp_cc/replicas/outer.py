@@ -276,9 +276,8 @@ class Outer(ReplicaSync):
 
         def issue(async_op: bool) -> list[Any]:
             works: list[Any] = []
-            if current.transfers:
-                for tensor in self._transferred():
-                    works += current.broadcast(tensor)
+            if len(current.contributors) < current.comm.world:  # the others take weights
+                works += [current.comm.group.broadcast(each, current.source) for each in self._transferred()]
             for n in current.task.fragments:
                 works += self._send(exchange, n, async_op)
             return works
