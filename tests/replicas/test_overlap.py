@@ -277,7 +277,7 @@ def test_the_plan_has_its_buffers_and_bytes() -> None:
     elements = sum(local.numel() for local in local_shards(model))
     assert plan.replicas == 2
     assert plan.sync_bytes["own gradients"] == plan.sync_bytes["committed weights"] == 4 * elements
-    assert plan.communication.replicas == 4 * (elements + 2 + len(list(model.parameters())))
+    assert plan.communication.replicas == 4 * elements + 8 * (2 + len(list(model.parameters())))
     assert plan.owned_bytes == sum(plan.memory.values())
     assert "own gradients" in str(plan)
 

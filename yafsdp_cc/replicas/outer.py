@@ -39,7 +39,7 @@ from yafsdp_cc.replicas.optimizer_state import StateValue, mean_state, write_sta
 from yafsdp_cc.replicas.sync import (
     LocalBuffer,
     ReplicaSync,
-    check_steps,
+    StepCount,
     held_of,
     local_of,
     read_grads,
@@ -59,8 +59,6 @@ if TYPE_CHECKING:
 _SPARSE_BLOCK = 4096
 _MOMENTUM, _RESIDUAL, _START = "outer_momentum", "outer_residual", "outer_start"
 """Names of outer state in checkpoints; checkpoints of earlier versions need these names unchanged."""
-_COUNTER = 2
-"""Number of entries of a count before those of parameters: the number of steps and its square."""
 
 
 class Outer(ReplicaSync):
@@ -135,8 +133,6 @@ class Outer(ReplicaSync):
         self._made = 0
         """Number of local steps so far."""
         self._pending: _Exchange | None = None
-        self._counted = 0
-        """Number of steps at the last comparison with other replicas, synchronous ones included."""
         self._arrives = 0
         """Number of local steps at which the exchange under way is completed."""
 
@@ -154,8 +150,8 @@ class Outer(ReplicaSync):
         place = self.device if self.membership is None else torch.device("cpu")
         self._rounds: AllReplicas | Membership = self.membership or AllReplicas(self.comm)
         self._stream = comm_stream(place)
-        self._count = torch.zeros(_COUNTER + len(self.parameters), dtype=torch.int64, device=place)
-        self._count_handle = self._stream.handle()
+        self._count = None if self.membership else StepCount(self.comm, self._stream, len(self.parameters))
+        """Comparison of the replicas' numbers of steps; None if these may differ."""
         is_repeated = self.membership is not None
         runs = _runs(list(self.parameters.values()), self.fragments)
         self._fragments = [_Fragment(each, place, self._codec, self.momentum > 0, is_repeated) for each in runs]
@@ -179,7 +175,7 @@ class Outer(ReplicaSync):
         rows = {"outer weights": of("outer"), "outer momentum": of("momentum"), "outer gradients": of("delta")}
         rows |= {"lost by messages": of("residual"), "messages": (1 + self.comm.world) * of("message")}
         rows["sums of outer gradients"] = of("total")
-        rows["counts of steps"] = self._count.nbytes
+        rows["counts of steps"] = 0 if self._count is None else self._count.nbytes
         if self._left:
             rows["sums of the synchronous start"] = 4 * sum(each.numel() for each in self.locals())
         return {name: size for name, size in rows.items() if size}
@@ -196,10 +192,10 @@ class Outer(ReplicaSync):
         total = self._total = self._total or LocalBuffer(self.locals())
         read_grads([each.grad for each in members], total.views)
         self._start_count([each.grad is not None for each in members])
-        used = self._check_count()
+        every = self._check_count()
         sum_over(self.comm, total.data)
-        for parameter, view, replicas in zip(members, total.views, used, strict=True):
-            set_grad(parameter, view if replicas else None, self.comm.world)
+        for parameter, view, used in zip(members, total.views, every, strict=True):
+            set_grad(parameter, view if used else None, self.comm.world)
 
     def after_step(self, optimizer: Optimizer) -> None:
         if self._left:
@@ -242,27 +238,17 @@ class Outer(ReplicaSync):
         self._issue(task)
 
     def _start_count(self, used: Sequence[bool] = ()) -> None:
-        """Start to compare the replicas' numbers of steps, if these must be equal: in one form wherever replicas meet.
+        """Start to compare the replicas' numbers of steps: in one form wherever replicas meet.
 
         Args:
-            used: in a synchronous step, which this step counts with, whether each parameter has a gradient.
+            used: in a synchronous step, whether each parameter has a gradient.
         """
-        if self.membership is None:
-            made = self._made - self._left + bool(used)
-            self._counted = made + self.sync_steps
-            flags = used or [False] * len(self.parameters)
-            self._count.copy_(torch.tensor([made, made**2, *flags], device="cpu"))
-            self._stream.wait_for_caller()
-            self._stream.issue(self._count_handle, lambda async_op: self.comm.all_reduce(self._count, async_op))
+        if self._count is not None:
+            self._count.start(self._made + self.sync_steps - self._left + bool(used), used)
 
-    def _check_count(self) -> list[int]:
-        """Return on how many replicas each parameter has a gradient, in a synchronous step."""
-        self._count_handle.wait()
-        if self.membership is not None:
-            return []
-        counts = self._count.tolist()
-        check_steps(self.comm.world, counts[:_COUNTER], self._counted)
-        return counts[_COUNTER:]
+    def _check_count(self) -> list[bool]:
+        """Return whether each parameter has a gradient on any replica, in a synchronous step."""
+        return [] if self._count is None else self._count.used()
 
     def _issue(self, task: Task) -> None:
         """Find the members of the round, and start to send."""
@@ -418,7 +404,8 @@ class Outer(ReplicaSync):
     @torch.no_grad()
     def load_state(self, state: Mapping[str, Sequence[Tensor]]) -> None:
         if self._pending is not None:  # end the exchange in flight without applying it: it is of the old weights
-            self._count_handle.wait()
+            if self._count is not None:
+                self._count.wait()
             self._pending.handle.wait()
             self._rounds.close(None)
             self._pending = None

@@ -39,7 +39,7 @@ from yafsdp_cc.engine.streams import comm_stream
 from yafsdp_cc.replicas.sync import (
     LocalBuffer,
     ReplicaSync,
-    check_steps,
+    StepCount,
     local_of,
     read_grads,
     runs_of,
@@ -53,13 +53,6 @@ if TYPE_CHECKING:
 
     from yafsdp_cc.engine.communicator import Works
 
-_COUNTER = 2
-"""Number of entries of the flags before those of parameters: the step's number and its square, whose sums show whether
-replicas are at the same step."""
-_COUNTED = 64
-"""Number modulo which flags count steps: sums of squares stay exact in fp32 for up to 4,096 replicas."""
-_NO_STEP = _COUNTED
-"""Value in place of a step's number, from a rank that compares the number of steps made."""
 _RESIDUAL = "residual"
 
 
@@ -112,10 +105,11 @@ class Overlap(ReplicaSync):
 
     def prepare(self) -> None:
         like = self.locals()
-        self._flags = torch.zeros(_COUNTER + len(like), dtype=torch.float32, device=self.device)
         self._total = LocalBuffer(like, 1 if self._codec is None else BLOCK)
         self._stream = comm_stream(self.device)
-        self._handle, self._flags_handle = self._stream.handle(), self._stream.handle()
+        self._handle = self._stream.handle()
+        others = ", and with half_batches=True state_dict() between the same two steps"
+        self._count = StepCount(self.comm, self._stream, len(like), others)
         if self._codec is not None:
             numel = self._total.data.numel()
             size = self._codec.message_bytes(numel)
@@ -127,15 +121,15 @@ class Overlap(ReplicaSync):
         self._committed = [each.clone() for each in like]
 
     def planned_bytes(self) -> int:
-        flags = self.comm.all_reduce_bytes(self._flags.nbytes)
+        counts = self.comm.all_reduce_bytes(self._count.nbytes)
         if self._codec is None:
-            return flags + self.comm.all_reduce_bytes(self._total.nbytes)
-        return flags + (self.comm.world - 1) * self._messages[0].nbytes
+            return counts + self.comm.all_reduce_bytes(self._total.nbytes)
+        return counts + (self.comm.world - 1) * self._messages[0].nbytes
 
     def memory(self) -> Mapping[str, int]:
         encoded = 0 if self._codec is None else self._messages.nbytes + self._residual.nbytes + self._counts.nbytes
         return {
-            "sum over replicas": self._total.nbytes + encoded + self._flags.nbytes,
+            "sum over replicas": self._total.nbytes + encoded + self._count.nbytes,
             "own gradients": self._kept.nbytes,
             "committed weights": sum(each.nbytes for each in self._committed),
         }
@@ -179,14 +173,9 @@ class Overlap(ReplicaSync):
             total.data.copy_(kept.data)
             self._given = arrived.settings
             _set_settings(optimizer, arrived.settings)
-        self._write_flags(self._steps % _COUNTED, own.used)
         self._steps += 1
-        self._start_flags()
+        self._count.start(self._steps, own.used)
         self._stream.issue(self._handle, self._issue, None if self._codec is None else self._decode)
-
-    def _start_flags(self) -> None:
-        self._stream.wait_for_caller()
-        self._stream.issue(self._flags_handle, lambda async_op: self.comm.all_reduce(self._flags, async_op))
 
     def _issue(self, async_op: bool) -> Works:
         """Start the sum. With a codec all ranks decode the same messages in rank order, and so hold the same bits."""
@@ -227,21 +216,12 @@ class Overlap(ReplicaSync):
         for parameter in self.parameters.values():
             parameter.grad = None
 
-    def _write_flags(self, count: int, used: Sequence[bool]) -> None:
-        self._flags.copy_(torch.tensor([count, count * count, *used], dtype=torch.float32, device="cpu"))
-
     def _wait(self, step: _Step) -> None:
-        """Wait for the sum of a step, and for the flags of parameters with a gradient on some replica."""
-        self._flags_handle.wait()
-        if self.device.type == "cpu" or not all(step.used):  # reading flags on a GPU would wait for the network
-            step.used = self._read_flags()
+        """Wait for the sum of a step, and for the parameters with a gradient on some replica."""
+        self._count.wait()
+        if self.device.type == "cpu" or not all(step.used):  # reading counts on a GPU would wait for the network
+            step.used = self._count.used()
         self._handle.wait()
-
-    def _read_flags(self) -> list[bool]:
-        flags = self._flags.tolist()
-        others = ", and with half_batches=True state_dict() between the same two steps"
-        check_steps(self.comm.world, flags[:_COUNTER], self._steps, others)
-        return [count > 0 for count in flags[_COUNTER:]]
 
     def _join_halves(self, second: _Step) -> int:
         """Add the sum of the first half of a step, if there is one, to that of the second; return their divisor."""
@@ -306,10 +286,8 @@ class Overlap(ReplicaSync):
             parameter.grad = grad
 
     def compare_steps(self) -> None:
-        self._write_flags(_NO_STEP, [False] * len(self.parameters))
-        self._start_flags()
-        self._flags_handle.wait()
-        self._read_flags()
+        self._count.start(self._steps)
+        self._count.used()
 
     def state(self) -> Mapping[str, Sequence[Tensor]]:
         if self._codec is None:
@@ -321,7 +299,7 @@ class Overlap(ReplicaSync):
 
     def load_state(self, state: Mapping[str, Sequence[Tensor]]) -> None:
         if self._pending is not None:
-            self._flags_handle.wait()
+            self._count.wait()
             self._handle.wait()
         self._pending = self._first = None
         if self._codec is not None:

@@ -54,6 +54,8 @@ from yafsdp_cc.tensor.shown import REPLICA_SYNC
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+    from yafsdp_cc.engine.streams import CommStream
+
 _REFUSED = (LBFGS, MatrixOptimizer, OneBitOptimizer)
 """Optimizers whose steps do more than update each element by its own gradient and state."""
 
@@ -443,20 +445,47 @@ def _sync_of(optimizer: Optimizer) -> ReplicaSync | None:
     return next((sync for sync in chain(trained, left_out) if sync is not None), None)
 
 
-def check_steps(world: int, counts: Sequence[float], made: int, others: str = "") -> None:
-    """Raise a ``RuntimeError`` if replicas have made different numbers of steps, and would exchange unlike things.
+class StepCount:
+    """Sums over replicas by which they compare their numbers of steps, and learn which parameters any has used.
 
     Args:
-        counts: sums over replicas of the number of steps of each, and of its square.
-        others: what else must be alike on all replicas.
+        others: what else must be alike on all replicas, for the error.
     """
-    total, squares = counts
-    if world * squares != total * total:
-        raise RuntimeError(
-            f"replicas have made different numbers of steps (this one {made}), so what they exchange would not match. "
-            "optimizer.step() must run equally often on each: where a GradScaler skips a step on one replica, it must "
-            f"skip that step on all{others}"
-        )
+
+    def __init__(self, comm: Communicator, stream: CommStream, parameters: int, others: str = "") -> None:
+        self._comm, self._stream, self._others = comm, stream, others
+        self._handle = stream.handle()
+        self._made = 0
+        self._sums = torch.zeros(2 + parameters, dtype=torch.int64, device=comm.device)
+        self.nbytes = self._sums.nbytes
+
+    def start(self, made: int, used: Sequence[bool] = ()) -> None:
+        """Start the sums: after ``made`` steps, of which the last is under way and has ``used`` these parameters."""
+        self._made = made
+        number = 2 * made + bool(used)  # a step of one replica differs from the time between steps of another
+        flags = used or [False] * (len(self._sums) - 2)
+        self._sums.copy_(torch.tensor([number, number**2, *flags], device="cpu"))
+        self._stream.wait_for_caller()
+        self._stream.issue(self._handle, lambda async_op: self._comm.all_reduce(self._sums, async_op))
+
+    def wait(self) -> None:
+        self._handle.wait()
+
+    def used(self) -> list[bool]:
+        """Return whether each parameter has a gradient on any replica.
+
+        Raises:
+            RuntimeError: replicas have made different numbers of steps, and would exchange unlike things.
+        """
+        self.wait()
+        total, squares, *used = self._sums.tolist()
+        if self._comm.world * squares != total * total:
+            raise RuntimeError(
+                f"replicas have made different numbers of steps (this one {self._made}), so what they exchange would "
+                "not match. optimizer.step() must run equally often on each: where a GradScaler skips a step on one "
+                f"replica, it must skip that step on all{self._others}"
+            )
+        return [count > 0 for count in used]
 
 
 # Local tensors -----------------------------------------------------------------------------------------------------
