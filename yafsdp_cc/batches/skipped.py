@@ -150,17 +150,14 @@ class _CollectiveLog:
 class _Peers:
     """The ranks of a mesh: their vote, their lists of collectives, and the thread that waits for failures."""
 
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self.ranks: list[int] = mesh.mesh.flatten().tolist()
-        self.rank = self.ranks.index(dist.get_rank())
+    def __init__(self, ranks: list[int], votes: dist.ProcessGroup) -> None:
+        self.ranks = ranks
+        self.rank = ranks.index(dist.get_rank())
         self.log = _CollectiveLog()
         self.failures = 0
         """Number of failed blocks that this rank has ended so far."""
         self.in_a_row = 0
         """Number of batches skipped since the last one that counted."""
-        # hosts vote over gloo: on CUDA a vote must not wait for the device
-        group = shard_group(mesh)
-        votes = group_once(group, ("votes", *self.ranks), lambda: new_group(self.ranks, timeout_of(group), "gloo"))
         self._group = weakref.ref(votes)  # weak: only torch keeps the group, until destroy_process_group()
         store: Any = _get_default_store()
         self._store: Store = store.clone()
@@ -181,11 +178,12 @@ class _Peers:
     @classmethod
     def of(cls, mesh: DeviceMesh) -> _Peers:
         """Return the ``_Peers`` of ``mesh``, made at the first call, which is a collective."""
-        known = _known.setdefault(shard_group(mesh), {})
-        ranks = tuple(mesh.mesh.flatten().tolist())
-        if ranks not in known:
-            known[ranks] = cls(mesh)
-        return known[ranks]
+        ranks, group = mesh.mesh.flatten().tolist(), shard_group(mesh)
+        # hosts vote over gloo: on CUDA a vote must not wait for the device
+        votes = group_once(group, ("votes", *ranks), lambda: new_group(ranks, timeout_of(group), "gloo"))
+        if votes not in _known:
+            _known[votes] = cls(ranks, votes)
+        return _known[votes]
 
     def vote(self, level: int) -> int:
         """Return the highest level that any rank votes for."""
@@ -245,8 +243,8 @@ class _Peers:
         self.failures += 1
 
 
-_known: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], _Peers]] = weakref.WeakKeyDictionary()
-"""``_Peers`` by shard group, and by all ranks of the mesh."""
+_known: weakref.WeakKeyDictionary[dist.ProcessGroup, _Peers] = weakref.WeakKeyDictionary()
+"""``_Peers`` by the group in which they vote."""
 _meetings: Counter[int] = Counter()
 """Number of ``_Peers`` made for the same ranks so far, which is the same on all of them."""
 
