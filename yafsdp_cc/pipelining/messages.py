@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from yafsdp_cc.compression.codec import Codec, Noise, Scaled, codec_of, hashed
 from yafsdp_cc.compression.error_feedback import Residual, decode, encode
+from yafsdp_cc.engine.layout import align
 
 
 class SenderState:
@@ -177,7 +178,7 @@ class Encoded(Encoding):
         """Return the number of rows of a message, and the elements of each, padded to whole blocks."""
         rows = shape[0] if self._by_sample and shape else 1
         each = math.prod(shape[1:]) if self._by_sample else math.prod(shape)
-        return rows, -(-each // self._codec.block) * self._codec.block
+        return rows, align(each, self._codec.block)
 
 
 class LowRank(Encoding):

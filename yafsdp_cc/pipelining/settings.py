@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from yafsdp_cc.compression.codec import BLOCK, LOW_RANK, Scaled, codec_of
+from yafsdp_cc.engine.layout import align
 from yafsdp_cc.pipelining.messages import Encoded, Encoding, Exact, LowRank, Rounding, relative_error
 
 LARGEST_ERROR = 0.5**0.5
@@ -126,11 +127,6 @@ class StageCompression:
             return LowRank(self.matrix_rank)
         return self._encoding(self.backward, self._rounding, by_sample=self.error_feedback)
 
-    def residual_numel(self, shape: Sequence[int]) -> int:
-        """Return the number of elements of the residual for gradients of ``shape`` [samples, ...]."""
-        each = math.prod(shape[1:])
-        return shape[0] * (each if self.backward == LOW_RANK else -(-each // self.block) * self.block)
-
     @property
     def _rounding(self) -> Rounding:
         return "scaled" if self.hadamard else "stochastic"
@@ -191,7 +187,8 @@ def plan_boundary(
         forward = compression.of_changes().message_bytes(shape, torch.float32) + DIGEST
         cache = (compression.cache_samples or 0) * math.prod(shape[1:]) * compression.cache_dtype.itemsize
     if compression.error_feedback:
-        residual = compression.residual_numel(shape) * torch.float32.itemsize
+        block = 1 if compression.backward == LOW_RANK else compression.block
+        residual = shape[0] * align(math.prod(shape[1:]), block) * torch.float32.itemsize
     backward = gradient * (micro_batches - exact_gradients) + exact * exact_gradients
     return BoundaryPlan(
         first * micro_batches, forward * micro_batches, backward, 2 * exact * micro_batches, cache, residual

@@ -180,11 +180,9 @@ class CompressedStage(PipelineStage):
 
     # Called by torch's schedules
 
-    def _prepare_forward_infra(
-        self, num_microbatches: int, args: Any, kwargs: dict[str, Any] | None = None, has_backward: bool = False
-    ) -> Any:
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
         self._check_prepared()
-        return super()._prepare_forward_infra(num_microbatches, args, kwargs, has_backward)
+        return super()._prepare_forward_infra(*args, **kwargs)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         return self._receive("forward", fwd_chunk_id, super().get_fwd_recv_ops(fwd_chunk_id), self.args_recv_info)
@@ -203,21 +201,13 @@ class CompressedStage(PipelineStage):
         metas = [self._get_grad_send_meta(place) for place in range(len(self.args_recv_info[0]))]
         return self._send("backward", bwd_chunk_id, ops, [meta for meta in metas if meta is not None])
 
-    def forward_one_chunk(
-        self,
-        fwd_chunk_id: int,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any] | None = None,
-        save_forward_output: bool = True,
-    ) -> Any:
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self._decode("forward", fwd_chunk_id)
-        return super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
+        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
-    def backward_one_chunk(
-        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
-    ) -> None:
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         self._decode("backward", bwd_chunk_id)
-        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     # Messages
 
