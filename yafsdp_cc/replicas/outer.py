@@ -296,13 +296,15 @@ class Outer(ReplicaSync):
         while True:
             exchange = self._pending
             assert exchange is not None
+            residuals: list[Tensor] = []
+            state: list[StateValue] = []
             if exchange.error is None:
                 try:
                     exchange.handle.wait()
                     if (current := exchange.round).task.ends:
-                        exchange.residuals = self._mean_residuals(current)
+                        residuals = self._mean_residuals(current)
                         states = {} if self.optimizer is None or not current.contributes else self.optimizer.state
-                        exchange.state = mean_state(self.parameters, states, current.comm, current.names)
+                        state = mean_state(self.parameters, states, current.comm, current.names)
                 except RuntimeError as error:
                     exchange.error = error
             if self._rounds.close(exchange.error):
@@ -334,8 +336,8 @@ class Outer(ReplicaSync):
             for local, taken in zip(self._untrained(), self._staged, strict=True):
                 writable(local).copy_(taken.view(local.dtype).view(local.shape))
         if self.optimizer is not None:
-            write_state(self.parameters, self.optimizer, exchange.state)
-        for fragment, mean in zip(self._fragments, exchange.residuals, strict=False):
+            write_state(self.parameters, self.optimizer, state)
+        for fragment, mean in zip(self._fragments, residuals, strict=False):
             if fragment.residual is not None:
                 fragment.residual.values.copy_(mean)
 
@@ -437,8 +439,6 @@ class _Exchange:
     handle: CommHandle
     buffers: dict[int, Tensor] = field(default_factory=dict)
     """Buffers by fragment: the sum, or the messages of all members."""
-    residuals: list[Tensor] = field(default_factory=list)
-    state: list[StateValue] = field(default_factory=list)
     error: RuntimeError | None = None
 
 

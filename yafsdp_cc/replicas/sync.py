@@ -169,9 +169,8 @@ class ReplicaSync(ABC):
         if mesh is None:
             raise ValueError(f"mesh=None: {type(self).__name__} needs the ranks that hold the same shard, as a 1D mesh")
         group = shard_group(mesh)
-        tensors = self.described(model)
-        check_settings({"sync": self, "the number of tensors": len(tensors)}, [group], "join_replicas()")
-        check_settings({f"tensor {n}": each for n, each in enumerate(tensors)}, [group], "join_replicas()")
+        tensors = {f"tensor {n}": each for n, each in enumerate(self.described(model))}
+        check_settings({"sync": self, "the number of tensors": len(tensors), **tensors}, [group], "join_replicas()")
         self.comm = Communicator(group, self.device)
         self.members = sorted({rank for ranks in all_gather_objects(self.members, [group]) for rank in ranks})
         synchronized = (*self.parameters.values(), *self._frozen.values(), *model.buffers())
