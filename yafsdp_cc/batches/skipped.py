@@ -357,9 +357,7 @@ class _Block:
                 )
         self.batch = SkippableBatch()
         self._peers = _Peers.of(info.mesh)
-        self._is_first = dist.get_rank() == info.first_rank
-        self._rollbacks = [_rollbacks.setdefault(state, BatchRollback()) for state in self.states]
-        self._recorders: list[_Recorder] = []
+        self._recorders = [_Recorder(self._peers.log, state, number) for number, state in enumerate(self.states)]
         self._versions = self._weights()
         self._outdated = [state.outdated for state in self.states]
 
@@ -369,15 +367,13 @@ class _Block:
             raise RuntimeError(f"a rank takes part no longer, start the run again: {self._peers.log.reason}")
         self._peers.log.open()
         try:
-            for state, rollback in zip(self.states, self._rollbacks, strict=True):
-                rollback.save(state)
+            for state in self.states:
+                _rollbacks[state].save(state)
         except BaseException as error:  # a rank without memory for the rollback's copies cannot skip batches
             self.abandon(error)
             raise
-        self.batch.saved_bytes = sum(rollback.nbytes for rollback in self._rollbacks)
-        for number, state in enumerate(self.states):
-            recorder = _Recorder(self._peers.log, state, number)
-            self._recorders.append(recorder)
+        self.batch.saved_bytes = sum(_rollbacks[state].nbytes for state in self.states)
+        for state, recorder in zip(self.states, self._recorders, strict=True):
             state.context.observers = (_ForwardRecorder(recorder), *state.context.observers, recorder)
             state.outdated = False  # assembling the engine is a collective: it must wait until the block is over
         _open.append(self)
@@ -391,8 +387,8 @@ class _Block:
 
     def discard(self) -> None:
         """Forget the saved state."""
-        for rollback in self._rollbacks:
-            rollback.discard()
+        for state in self.states:
+            _rollbacks[state].discard()
 
     def abandon(self, error: BaseException) -> None:
         """Tell the other ranks that this one takes no part in training any more."""
@@ -461,8 +457,8 @@ class _Block:
             state.context.wait_for_reduces()
             _let_go(state)
             state.reset()
-        for rollback in self._rollbacks:
-            rollback.restore()
+        for state in self.states:
+            _rollbacks[state].restore()
 
     def _agree(self, reason: str, verdict: int) -> None:
         """Exchange the ranks' errors; if all skip, check that the rollback left ranks alike, and count the batch."""
@@ -484,7 +480,7 @@ class _Block:
         peers.in_a_row += 1
         for state in self.states:
             state.context.counters.skipped_batches += 1
-        if self._is_first:
+        if dist.get_rank() == self.states[0].context.info.first_rank:
             count = self.states[0].context.counters.skipped_batches
             _log.warning("all ranks skip a batch, number %d of those skipped: %s", count, self._errors)
 
@@ -494,7 +490,7 @@ class _Block:
 
 
 _rollbacks: weakref.WeakKeyDictionary[FSDPState, BatchRollback] = weakref.WeakKeyDictionary()
-"""Rollback of each model, whose copies are reused for the next batch."""
+"""Rollback of each model that was checked; copies are reused for the next batch."""
 
 
 @contextmanager
@@ -568,7 +564,7 @@ def _checked_state(model: nn.Module) -> FSDPState:
     if state.backwards or state.interrupted:
         state.reset()
     if state in _rollbacks:
-        return state  # checked below at the first block of this state
+        return state  # checked at its first block
     state.contents.check()  # perhaps a collective: do it now, as a rank that fails may reach no forward
     for param in state.params:
         if param.spec.tensor_parallel is not None:
@@ -582,6 +578,7 @@ def _checked_state(model: nn.Module) -> FSDPState:
                 f"skip_together: '{name}' is a SyncBatchNorm, and a rank that has failed cannot take part in the "
                 "collectives that it makes: use BatchNorm or another norm"
             )
+    _rollbacks[state] = BatchRollback()
     return state
 
 
