@@ -29,6 +29,7 @@ from yafsdp_cc.pipelining.settings import DIGEST
 
 if TYPE_CHECKING:
     from yafsdp_cc.pipelining.messages import SenderState
+    from yafsdp_cc.pipelining.settings import StageCompression
 
 
 class Visit(NamedTuple):
@@ -53,29 +54,20 @@ class SampleCache:
     the order of the micro-batches.
 
     Args:
-        dtype: dtype of cached activations, and of those sent for new samples.
-        encoding: encoding of changes, with a row for each sample.
-        folder: existing folder for memory-mapped files; None: host memory.
+        device: device of the stage.
         name: beginning of the files' names; the index of a tensor is added.
     """
 
-    def __init__(
-        self,
-        samples: int,
-        dtype: torch.dtype,
-        encoding: Encoding,
-        device: torch.device,
-        folder: str | Path | None,
-        name: str,
-    ) -> None:
+    def __init__(self, compression: StageCompression, device: torch.device, name: str) -> None:
         self.slots: OrderedDict[int, int] = OrderedDict()
         """Slot of each sample by its id, the one used longest ago first."""
         self.values: dict[int, Tensor] = {}
         """Cached activations [samples, elements], by the tensor's index among those that cross the boundary."""
-        self.dtype, self.encoding = dtype, encoding
+        self.dtype, self.encoding = compression.cache_dtype, compression.of_changes()
         self.differ: list[Tensor] = []
         """Whether each message that has arrived in this step was about other samples than this side's."""
-        self._samples, self._device, self._folder, self._name = samples, device, folder, name
+        self._samples, self._folder = compression.cache_samples or 0, compression.cache_folder
+        self._device, self._name = device, name
         self._visits: list[Visit] = []
         self._before: dict[tuple[int, int], Future[Tensor]] = {}
         self._writes: list[Future[None]] = []

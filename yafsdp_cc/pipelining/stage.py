@@ -292,12 +292,11 @@ class CompressedStage(PipelineStage):
 
     def _empty_caches(self) -> dict[str, SampleCache]:
         """Return an empty cache for each side of the stage, "input" and "output", that has a boundary."""
-        asked, caches = self.compression, {}
+        caches = {}
         for side, is_end in (("input", self.is_first), ("output", self.is_last)):
-            if asked.cache_samples is not None and not is_end:
+            if self.compression.forward_delta and not is_end:
                 name = f"rank-{dist.get_rank()}-boundary-{self._boundary(side)}-{side}"  # replicas may share the folder
-                given = asked.cache_samples, asked.cache_dtype, asked.of_changes(), self.device, asked.cache_folder
-                caches[side] = SampleCache(*given, name)
+                caches[side] = SampleCache(self.compression, self.device, name)
         return caches
 
     def _boundary(self, side: str) -> str:
