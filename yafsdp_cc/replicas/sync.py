@@ -61,11 +61,8 @@ _REFUSED = (LBFGS, MatrixOptimizer, OneBitOptimizer)
 
 
 class _Bound(NamedTuple):
-    """Attribute of the parameters of a model whose replicas are synchronized.
-
-    ``_Bound`` is an attribute: a dictionary from parameters to their ``ReplicaSync``, which refers to the parameters,
-    would never free them.
-    """
+    """Attribute of parameters whose replicas are synchronized: a dictionary from parameters to their ``ReplicaSync``,
+    which refers to the parameters, would never free them."""
 
     sync: ReplicaSync | None
     is_trained: bool
