@@ -68,14 +68,14 @@ class SampleCache:
         """Whether each message that has arrived in this step was about other samples than this side's."""
         self._samples, self._folder = compression.cache_samples or 0, compression.cache_folder
         self._device, self._name = device, name
-        self._visits: list[Visit] = []
+        self.visits: list[Visit] = []
         self._before: dict[tuple[int, int], Future[Tensor]] = {}
         self._writes: list[Future[None]] = []
         self._thread = ThreadPoolExecutor(1, "sample-cache")
 
     def begin_step(self, micro_batches: list[list[int]], step: int) -> None:
         """Assign slots to the samples of the step of number ``step``, which is the same on both sides."""
-        self._visits = [self._visit(ids, step) for ids in micro_batches]
+        self.visits = [self._visit(ids, step) for ids in micro_batches]
         self.differ.clear()
         self._before.clear()
         self._prefetch(0)
@@ -86,10 +86,6 @@ class SampleCache:
             write.result()
         self._writes.clear()
         return bool(self.differ) and bool(torch.stack(self.differ).any())
-
-    def changes(self, chunk: int, place: int) -> Changes:
-        """Return the encoding of the tensor of index ``place`` of micro-batch ``chunk``, for this step."""
-        return Changes(self, chunk, place, self._visits[chunk])
 
     def state_dict(self) -> dict[str, Any]:
         """Return the ids and slots of the samples, and their activations."""
@@ -152,19 +148,19 @@ class SampleCache:
         return self.values[place]
 
     def _prefetch(self, chunk: int) -> None:
-        if chunk < len(self._visits):
+        if chunk < len(self.visits):
             for place in self.values:
                 self._read(chunk, place)
 
     def _read(self, chunk: int, place: int) -> None:
-        visit = self._visits[chunk]
+        visit = self.visits[chunk]
         slots = torch.tensor([visit.slots[row] for row in visit.seen], dtype=torch.int64, device="cpu")
         self._before[chunk, place] = self._thread.submit(self.values[place].index_select, 0, slots)
 
     def write(self, chunk: int, place: int, kept: Tensor) -> None:
         """Cache the activations ``kept`` [samples, elements] of a micro-batch, and read those of the next one."""
         # cache the last row of a sample that occurs twice
-        last = {slot: row for row, slot in enumerate(self._visits[chunk].slots)}
+        last = {slot: row for row, slot in enumerate(self.visits[chunk].slots)}
         rows = torch.tensor(list(last.values()), dtype=torch.int64, device="cpu")
         into = torch.tensor(list(last), dtype=torch.int64, device="cpu")
         values = self._values(place, kept.shape[1])
@@ -185,14 +181,14 @@ class SampleCache:
 
 
 class Changes(Encoding):
-    """Messages of one tensor [samples, ...] of a micro-batch.
+    """Messages of the tensor [samples, ...] of index ``place`` of micro-batch ``chunk``, in this step.
 
     A message holds changes of the activations that both sides cache, then activations of new samples, then a digest.
     """
 
-    def __init__(self, cache: SampleCache, chunk: int, place: int, visit: Visit) -> None:
+    def __init__(self, cache: SampleCache, chunk: int, place: int) -> None:
         self._cache, self._chunk, self._place = cache, chunk, place
-        _, self._seen, self._fresh, self._digest = visit
+        _, self._seen, self._fresh, self._digest = cache.visits[chunk]
 
     def message_bytes(self, shape: Sequence[int], dtype: torch.dtype) -> int:
         exact = len(self._fresh) * math.prod(shape[1:]) * self._cache.dtype.itemsize

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
 from yafsdp_cc.pipelining.messages import Encoding, Exact, SenderState
-from yafsdp_cc.pipelining.sample_cache import SampleCache
+from yafsdp_cc.pipelining.sample_cache import Changes, SampleCache
 from yafsdp_cc.pipelining.settings import StageCompression
 from yafsdp_cc.pipelining.sharded import ShardedStage
 from yafsdp_cc.profiling import span
@@ -278,7 +278,7 @@ class CompressedStage(PipelineStage):
         if direction == "backward":
             return self._exact if (sender, chunk) in self.exact_gradients else self._gradients
         cache = self._caches.get("output" if sender == self.stage_index else "input")
-        return self._activations if cache is None else cache.changes(chunk, place)
+        return self._activations if cache is None else Changes(cache, chunk, place)
 
     def _shape(self, chunk: int, planned: Sequence[int]) -> tuple[int, ...]:
         """Return a tensor's shape in micro-batch ``chunk``, from its shape in the first one, ``planned`` by torch."""
