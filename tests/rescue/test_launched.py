@@ -76,6 +76,13 @@ def test_a_run_goes_on_with_the_same_numbers(tmp_path: Path, fault: str, method:
     assert re.search("going on behind step 4, from memory; steps 5 to [56] are made again", err), err
 
 
+def test_a_run_of_one_node_without_an_id_leaves_nothing_that_the_next_could_take_for_its_own(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text("raise ValueError('no such sample')")
+    flags = ["--nproc-per-node=1", "--master-port=29639", f"--name={tmp_path.name}"]
+    assert yafsdp_cc("launch", *flags, "job.py", folder=tmp_path).returncode == 1
+    assert not folder_of_run(tmp_path.name, "any").parent.exists()
+
+
 LINK = """
 import subprocess
 from yafsdp_cc.tools.netlab.links import Links, port

@@ -80,7 +80,9 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser, folder: Pa
             shown = {int(rank) for rank in chosen.split(",")} if chosen else None
             config.logs_specs = logs = RankLogs(folder, errors, shown, title)
         place = config.rdzv_endpoint
-        memory, status = RunMemory(options.name, "" if place == ALONE else f"{config.run_id}-{place}"), 1
+        # torch's own id, "none", is that of every run without --rdzv-id: on one node nobody continues such a run
+        is_alone = place == ALONE or (config.max_nodes == 1 and config.run_id == "none")
+        memory, status = RunMemory(options.name, "" if is_alone else f"{config.run_id}-{place}"), 1
         job = _Job(folder, logs, "" if config.max_nodes == 1 else " on this node", memory.was_left, [])
         try:
             status = _launch(job, launch, parser)
