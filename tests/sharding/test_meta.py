@@ -103,6 +103,29 @@ def test_buffers_of_what_was_loaded_are_initialised() -> None:
     assert torch.equal(model(torch.ones(2, WIDTH)), plain(torch.ones(2, WIDTH)))
 
 
+class SelfMade(nn.Linear):
+    """A layer whose ``_init_weights``, unlike that of Hugging Face's models, is of itself alone."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self._init_weights()
+
+    def _init_weights(self) -> None:
+        nn.init.ones_(self.weight)
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.bias)
+        self._init_weights()
+
+
+@ranks(2)
+def test_a_layer_that_initialises_itself_is_not_handed_to_its_own_method() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(SelfMade(), SelfMade())
+    yafsdp_cc.shard(model, units=[SelfMade])
+    assert torch.equal(model(torch.ones(2, WIDTH)), torch.full((2, WIDTH), float(WIDTH**2)))
+
+
 # What nothing has written -------------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -106,10 +107,12 @@ def _fill(
             mark_unwritten(fresh)
     parts, reset = path.split("."), getattr(module, "reset_parameters", None)
     around = [model.get_submodule(".".join(parts[:count])) for count in range(len(parts), -1, -1)]
-    of_model = next((found for each in around if (found := getattr(each, "_init_weights", None))), None)
+    found = (getattr(each, "_init_weights", None) for each in around)
+    # the method of this name that others than Hugging Face write may initialise its own module, and take none
+    of_model = next((each for each in found if callable(each) and signature(each).parameters), None)
     if initialize is not None:
         initialize(module)
-    elif callable(of_model):
+    elif of_model is not None:
         of_model(module)
     elif callable(reset):
         reset()
