@@ -83,11 +83,9 @@ class SecondaryAllGather(AllGather):
             works = self.inner.start(output, held, scratch, async_op)
             self.sent_bytes = self.inner.sent_bytes
             return works
-        own = self._comm.own_chunk(output)
-        if self._comm.is_gloo or self._comm.world == 1:
-            own.copy_(self._shard)
+        own = self._comm.own_chunk(output).copy_(self._shard) if self._comm.is_gloo else self._shard
         self.sent_bytes = self._comm.peer_bytes(output.nbytes)
-        return self._comm.all_gather(output, own if self._comm.is_gloo else self._shard, async_op)
+        return self._comm.all_gather(output, own, async_op)
 
     def finish(self, output: Tensor, scratch: Tensor | None) -> None:
         if not self._from_secondary:

@@ -35,7 +35,6 @@ from yafsdp_cc.tensor.rows import RowShardSpec
 from yafsdp_cc.tensor.shown import mark_replaced
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     from yafsdp_cc.engine.layout import Extent
@@ -187,8 +186,11 @@ def _extension_of(owned: OwnedParameter, plan: ShardingPlan) -> Extension | None
     subclass, parameter = subclass_of(owned.parameter), owned.parameter
     if subclass is None or not subclass.extends_all_gather:
         return None
+    mesh = plan.info.mesh
+    if mesh.ndim > 1:  # ``check_subclasses`` has seen that its dimensions have names
+        mesh = mesh[cast("tuple[str, ...]", mesh.mesh_dim_names)[-1]]
     dtype = plan.policy.param_dtype or parameter.dtype
-    return Extension(subclass, _shard_mesh(plan.info.mesh), owned.sites[0][0], plan.policy, dtype)
+    return Extension(subclass, mesh, owned.sites[0][0], plan.policy, dtype)
 
 
 def _fsdp_param(spec: ShardSpec, owned: OwnedParameter, extent: Extent) -> FSDPParam:
@@ -219,11 +221,3 @@ def _replace(param: FSDPParam, buffer: Tensor, whole: nn.Parameter) -> None:
     # a ClassParam's inner tensors are freed with the wrapper; its ``.data`` cannot be emptied
     elif not isinstance(param, ClassParam):
         whole.data = whole.new_empty(0)
-
-
-def _shard_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the dimension that parameters are sharded across, as a mesh; with replicas, its dimensions have names."""
-    if mesh.ndim == 1:
-        return mesh
-    assert mesh.mesh_dim_names is not None
-    return mesh[mesh.mesh_dim_names[-1]]
