@@ -340,6 +340,15 @@ class ShardedModule(FSDPModule, nn.Module):
         if state is not None:
             state.reset()
 
+    def set_all_reduce_hook(self, *_: Any, **__: Any) -> NoReturn:
+        _refuse("set_all_reduce_hook", "pass a 2-D mesh (replicate, shard) for a sum over replicas")
+
+    def set_symm_mem_for_comm(self, *_: Any, **__: Any) -> NoReturn:
+        _refuse("set_symm_mem_for_comm", "set_allocate_memory_from_process_group_for_comm registers buffers with NCCL")
+
+    def _set_unshard_async_op(self, *_: Any, **__: Any) -> NoReturn:
+        _refuse("_set_unshard_async_op", "all-gathers are issued ahead, into buffers that exist already")
+
     def _get_fsdp_state(self) -> NoReturn:
         raise NotImplementedError(
             f"a {class_of(self).__name__} has no state of FSDP2's: it is sharded by yafsdp_cc, which has the methods "
@@ -355,13 +364,15 @@ class ShardedModule(FSDPModule, nn.Module):
         Sharded parameters keep their device, and from the first forward on their dtype.
         """
         held: dict[Any, str] = {}
-        for own in self._specs(recurse):
+        specs = self._specs(recurse)
+        for own in specs:
             reshard(own)
             # a forward and ``whole_parameters`` show other tensors in place of the shards that ``fn`` would convert
             held |= {param.parameter: param.spec.name for param in own.params}
         held |= {each: name for name, each in self.named_parameters(recurse=recurse) if isinstance(each, FlatDTensor)}
+        is_late = not recurse or any(state_of(module) is not None for own in specs for module in own.modules)
         for parameter, name in held.items():
-            _check_apply(name, parameter, fn, is_assembled=not recurse or self._is_assembled())
+            _check_apply(name, parameter, fn, is_late=is_late)
         for inner in self.modules() if recurse else (self,):
             if (spec := spec_of(inner)) is not None:
                 apply_to_shards(spec, fn)
@@ -414,10 +425,6 @@ class ShardedModule(FSDPModule, nn.Module):
         own = spec_of(self)
         return specs_below(self) if recurse else [] if own is None else [own]
 
-    def _is_assembled(self) -> bool:
-        """Return whether an engine was made of any group that is sharded inside this module."""
-        return any(state_of(module) is not None for spec in specs_below(self) for module in spec.modules)
-
     def _change_setting(self, recurse: bool, name: str, value: object) -> None:
         for spec in self._specs(recurse):
             if getattr(spec.settings, name) != value:
@@ -441,31 +448,16 @@ def outdate(spec: ParamGroupSpec) -> None:
         state.outdated = True
 
 
+def _refuse(name: str, why: str) -> NoReturn:
+    raise NotImplementedError(f"{name} has no meaning here: {why}")
+
+
 def _check_bool(name: str, value: object) -> None:
     if not isinstance(value, bool):
         raise ValueError(f"{name} should be a bool, got {type(value)}")
 
 
-_REFUSED = {
-    "set_all_reduce_hook": "pass a 2-D mesh (replicate, shard) for a sum over replicas",
-    "set_symm_mem_for_comm": "set_allocate_memory_from_process_group_for_comm registers buffers with NCCL",
-    "_set_unshard_async_op": "all-gathers are issued ahead, into buffers that exist already",
-}
-"""Methods of FSDP2 that are refused, with what to do instead."""
-
-
-def _refusing(name: str, why: str) -> Callable[..., NoReturn]:
-    def refuse(self: ShardedModule, *_: Any, **__: Any) -> NoReturn:
-        raise NotImplementedError(f"{name} has no meaning here: {why}")
-
-    return refuse
-
-
-for _name, _why in _REFUSED.items():
-    setattr(ShardedModule, _name, _refusing(_name, _why))
-
-
-def _check_apply(name: str, parameter: FlatDTensor, fn: Callable[[Tensor], Tensor], *, is_assembled: bool) -> None:
+def _check_apply(name: str, parameter: FlatDTensor, fn: Callable[[Tensor], Tensor], *, is_late: bool) -> None:
     """Raise a ``RuntimeError`` if ``fn`` would move the parameter ``name``, or convert it too late."""
     local, after = parameter._local_tensor, fn(parameter._local_tensor)
     if after is local or (local.is_meta and after.dtype == local.dtype):
@@ -475,7 +467,7 @@ def _check_apply(name: str, parameter: FlatDTensor, fn: Callable[[Tensor], Tenso
     if is_here and after.dtype == local.dtype and torch.equal(after, local):
         return
     is_plain = local.dtype in TRAINED_IN and after.dtype in TRAINED_IN and subclass_of(parameter) is None
-    if is_here and after.dtype != local.dtype and is_plain and not is_assembled and parameter.grad is None:
+    if is_here and after.dtype != local.dtype and is_plain and not is_late and parameter.grad is None:
         return
     raise RuntimeError(
         f"'{name}' is sharded on {parameter.device} as {parameter.dtype} and cannot be converted or moved: do that "
