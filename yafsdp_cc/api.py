@@ -389,7 +389,7 @@ def shard(
         if zero_stage == 1:
             spec.settings.grad_buffers = sum(unit.role in TAKE_TURNS for unit in division.units)
         for module in spec.modules:
-            make_sharded(module)
+            make_sharded(module, spec)
     buffers = place_buffers(model, info.device, param_init_fn)
     if sync_module_states:
         broadcast_values(buffers, mesh)
@@ -497,7 +497,7 @@ def fully_shard(
         outdate(inner)
     for each in modules:
         move_buffers(each, info.device)
-        make_sharded(each)
+        make_sharded(each, spec)
     mark_optimizer_steps()
     patch_torch()
     return module

@@ -127,10 +127,8 @@ class ShardedModule(FSDPModule, nn.Module):
         Args:
             async_op: whether to return a handle at once; a forward waits for the weights by itself.
         """
-        state, spec = current_state(self), spec_of(self)
+        state, spec = current_state(self), _spec(self)
         group = state.root_group if self is state.model else self.__dict__.get(GROUP)
-        if spec is None:  # modules sharded within this one hold all its parameters: nothing to gather
-            return None
         if group is not None:
             unshard_until_reshard(group, elsewhere=state.awaits_backward)
         else:  # all parameters of the module are replicated
@@ -148,8 +146,7 @@ class ShardedModule(FSDPModule, nn.Module):
         Call ``reshard`` on all ranks. It is required where weights are kept between forwards, after a write that
         torch's versions do not count (docs/using.md).
         """
-        if (spec := spec_of(self)) is not None:
-            reshard(spec, expires=True)
+        reshard(_spec(self), expires=True)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Set whether weights are dropped after forward and gathered again in backward, or keep a buffer to themselves.
@@ -214,7 +211,7 @@ class ShardedModule(FSDPModule, nn.Module):
         backward after True, which reduces their sum. All ranks must set the same. By default every micro-batch is
         reduced into the sharded gradients and no unsharded gradients are kept.
         """
-        for spec in self._specs(recurse):
+        for spec in _specs(self, recurse):
             spec.settings.requires_gradient_sync = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
@@ -242,7 +239,7 @@ class ShardedModule(FSDPModule, nn.Module):
         """Divide this module's summed gradients by ``factor`` instead of the number of ranks."""
         if not (isinstance(factor, Real) and 0 < abs(factor) < float("inf")):
             raise ValueError(f"set_gradient_divide_factor({factor!r}) takes a finite number other than 0, such as 8.0")
-        for spec in self._specs(False):
+        for spec in _specs(self, False):
             divisor = Divisor(factor, spec.info.device)
             for part in spec.parts:
                 part.divisor = divisor
@@ -279,7 +276,7 @@ class ShardedModule(FSDPModule, nn.Module):
         this on two ranks of one GPU.
         """
         _check_bool("enable", enable)
-        for spec in self._specs(False):
+        for spec in _specs(self, False):
             for comm in (spec.settings.custom_all_gather, spec.settings.custom_reduce_scatter):
                 if comm is not None:
                     raise MisuseError(
@@ -312,7 +309,7 @@ class ShardedModule(FSDPModule, nn.Module):
     def _set_custom(self, name: str, comm: Any) -> None:
         if not (callable(comm) and hasattr(comm, "allocate")):
             raise TypeError(f"set_{name} takes an object with allocate() and __call__() as FSDP2's; got {comm!r}")
-        for spec in self._specs(False):
+        for spec in _specs(self, False):
             why = ""
             if spec.collectives is not EXACT:
                 why = "its compression decides what is sent"
@@ -334,8 +331,8 @@ class ShardedModule(FSDPModule, nn.Module):
         Raises:
             RuntimeError: this is not the root.
         """
-        state, spec = state_of(self), spec_of(self)
-        if (state is not None and state.model is not self) or (spec is not None and spec.outer is not None):
+        state = state_of(self)
+        if _spec(self).outer is not None or (state is not None and state.model is not self):
             raise RuntimeError("reset_iter_state is for the root module, the outermost that is sharded")
         if state is not None:
             state.reset()
@@ -364,7 +361,7 @@ class ShardedModule(FSDPModule, nn.Module):
         Sharded parameters keep their device, and from the first forward on their dtype.
         """
         held: dict[Any, str] = {}
-        specs = self._specs(recurse)
+        specs = _specs(self, recurse)
         for own in specs:
             reshard(own)
             # a forward and ``whole_parameters`` show other tensors in place of the shards that ``fn`` would convert
@@ -397,7 +394,7 @@ class ShardedModule(FSDPModule, nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of sharded parameters, also where ``parameters()`` shows unsharded ones."""
         super().zero_grad(set_to_none)
-        for param in (param for spec in self._specs(True) for param in spec.params):
+        for param in (param for spec in _specs(self, True) for param in spec.params):
             if set_to_none:
                 param.parameter.grad = None
             elif param.parameter.grad is not None:
@@ -405,7 +402,7 @@ class ShardedModule(FSDPModule, nn.Module):
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         """Freeze or unfreeze the sharded parameters, also where ``parameters()`` shows unsharded ones."""
-        for param in (param for spec in self._specs(True) for param in spec.params):
+        for param in (param for spec in _specs(self, True) for param in spec.params):
             param.parameter.requires_grad_(requires_grad)
         return super().requires_grad_(requires_grad)
 
@@ -421,15 +418,21 @@ class ShardedModule(FSDPModule, nn.Module):
             "the others. Save with yafsdp_cc.save(path, model), or model.state_dict() with torch.distributed.checkpoint"
         )
 
-    def _specs(self, recurse: bool) -> Sequence[ParamGroupSpec]:
-        own = spec_of(self)
-        return specs_below(self) if recurse else [] if own is None else [own]
-
     def _change_setting(self, recurse: bool, name: str, value: object) -> None:
-        for spec in self._specs(recurse):
+        for spec in _specs(self, recurse):
             if getattr(spec.settings, name) != value:
                 setattr(spec.settings, name, value)
                 outdate(spec)
+
+
+# Functions, as methods of these names might be attributes of the user's module.
+def _spec(module: nn.Module) -> ParamGroupSpec:
+    spec: ParamGroupSpec = module.__dict__[SPEC]
+    return spec
+
+
+def _specs(module: nn.Module, recurse: bool) -> Sequence[ParamGroupSpec]:
+    return specs_below(module) if recurse else [_spec(module)]
 
 
 def _specs_of(modules: Sequence[Any]) -> tuple[ParamGroupSpec, ...]:
@@ -494,8 +497,8 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
 _sharded_classes: dict[type[nn.Module], type[nn.Module]] = {}
 
 
-def make_sharded(module: nn.Module) -> None:
-    """Turn ``module`` into a ``ShardedModule`` with the engine's hooks around its forward."""
+def make_sharded(module: nn.Module, spec: ParamGroupSpec) -> None:
+    """Turn ``module``, one of ``spec``, into a ``ShardedModule`` with the engine's hooks around its forward."""
     own = type(module)
     if own not in _sharded_classes:
         # transformers and others remove FSDP2's prefix to find the class that a model's config names
@@ -507,7 +510,7 @@ def make_sharded(module: nn.Module) -> None:
     registry["fully_shard"] = RegistryItem()
     undo_later(module, functools.partial(_unregister, module))
     hooks = install_hooks(module)
-    if (spec := spec_of(module)) is not None and module is spec.modules[0]:
+    if module is spec.modules[0]:
         hooks += [*follow_assignments(spec), *reshard_for_state_dicts(spec)]
         for holder in {holder for param in spec.params for holder, _ in param.sites}:
             install_module_parameters(holder)
@@ -549,8 +552,8 @@ def undo_later(module: nn.Module, undo: Callable[[], Any]) -> None:
 
 def check_sharded(module: nn.Module) -> None:
     """Raise a ``ValueError`` where ``module`` is not sharded."""
-    if spec_of(module) is None and state_of(module) is None:
-        if isinstance(module, FSDPModule) and not isinstance(module, ShardedModule):
+    if not isinstance(module, ShardedModule):
+        if isinstance(module, FSDPModule):
             raise ValueError(
                 f"this {type(module).__name__} is sharded by torch's own FSDP2, of which this knows nothing: shard the "
                 "model by yafsdp_cc.shard(model) or yafsdp_cc.fully_shard in its place"
@@ -571,7 +574,7 @@ def require_state(module: nn.Module) -> FSDPState:
 def sharded_parts(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Yield the outermost modules that this package has sharded, ``module`` or modules in it, each behind the
     ``prefix`` of names in it."""
-    if spec_of(module) is not None or state_of(module) is not None:
+    if isinstance(module, ShardedModule):
         yield prefix, module
     else:
         for name, child in module.named_children():
@@ -635,7 +638,7 @@ def register_forward_method(module: nn.Module, name: str) -> None:
         ValueError: the module is not a unit of a sharded model, nor the model itself.
         AttributeError: the module has no method ``name``.
     """
-    if spec_of(module) is None and state_of(module) is None:
+    if not isinstance(module, ShardedModule):
         raise ValueError(
             f"{type(module).__name__} is neither a sharded model nor one of its units: register the method on one"
         )
