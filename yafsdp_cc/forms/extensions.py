@@ -41,12 +41,12 @@ from yafsdp_cc.forms.subclasses import (
     PART_ALIGNMENT,
     PLAIN,
     Form,
+    PackedForm,
     Part,
     TensorSubclass,
     as_plain,
     nbytes_of,
     tensors_of,
-    views_of,
 )
 
 if TYPE_CHECKING:
@@ -154,8 +154,9 @@ class ExtensionFlatParam(FlatParam):
     ``compute_dtype`` is uint8, since the extension decides what the unsharded weights are.
     """
 
-    made: UnshardedForm
-    """Form of the unsharded tensor, set by each all-gather."""
+    made: PackedForm
+    """Form of the unsharded tensor in the weight buffer, of which it takes ``made_bytes``; set by each all-gather."""
+    made_bytes: int
 
     def __init__(self, extension: Extension, *rest: Any) -> None:
         self.extension = extension
@@ -163,7 +164,7 @@ class ExtensionFlatParam(FlatParam):
 
     @property
     def unsharded_numel(self) -> int:
-        return self.made.nbytes
+        return self.made_bytes
 
     @property
     def shape(self) -> torch.Size:
@@ -201,27 +202,13 @@ class ExtensionFlatParam(FlatParam):
         """Return the tensor that forwards see, around the weights in the buffer that ``placeholder`` is a view of."""
         start = placeholder.storage_offset() * placeholder.itemsize
         data = torch.empty(0, dtype=torch.uint8, device=placeholder.device)
-        data.set_(placeholder.untyped_storage(), start, (self.made.nbytes,), (1,))
-        return self.made.around(data)
+        data.set_(placeholder.untyped_storage(), start, (self.made_bytes,), (1,))
+        return self.made.made_of(data)
 
 
 def forward_dtype(flat: FlatParam) -> torch.dtype:
     """Return the dtype that the forward sees, whatever the weight buffer holds."""
     return flat.extension.dtype if isinstance(flat, ExtensionFlatParam) else flat.compute_dtype
-
-
-class UnshardedForm(NamedTuple):
-    """The form of an unsharded tensor, and where its inner tensors lie in the weight buffer."""
-
-    form: Form
-    parts: tuple[Part, ...]
-    size: torch.Size
-    stride: tuple[int, ...]
-    nbytes: int
-
-    def around(self, data: Tensor) -> Tensor:
-        """Return the tensor whose inner tensors are views of ``data``, uint8."""
-        return self.form.made_of(views_of(self.parts, data), self.size, self.stride)
 
 
 class ExtensionAllGather(AllGather):
@@ -243,21 +230,21 @@ class ExtensionAllGather(AllGather):
         """For each gathered tensor, the place of the first rank's part in the output."""
         end = 0
         for tensor in inputs:
-            self._inputs.append(Part.of("", end, tensor))
+            self._inputs.append(Part.of(end, tensor))
             end = align(end + world * tensor.nbytes, PART_ALIGNMENT)
         trial = torch.zeros(end, dtype=torch.uint8, device=flat.device)
         made = self._post_all_gather(trial, metadata)
         form, found = self._form_of(made)
         parts = []
-        for name, tensor in zip(form.names or ("",), found, strict=True):
-            if (part := self._part_within(trial, name, tensor)) is None:
-                part = Part.of(name, end, tensor.contiguous())
+        for tensor in found:
+            if (part := self._part_within(trial, tensor)) is None:
+                part = Part.of(end, tensor.contiguous())
                 end = align(end + part.nbytes, PART_ALIGNMENT)
             parts.append(part)
         # The size is divisible by the number of ranks, for secondary shards (hpZ), and is never 0: autograd's
         # placeholder is a view of the first element (``ExtensionFlatParam``).
-        nbytes = align(max(end, PART_ALIGNMENT), PART_ALIGNMENT * world)
-        flat.made = UnshardedForm(form, tuple(parts), made.size(), made.stride(), nbytes)
+        flat.made_bytes = align(max(end, PART_ALIGNMENT), PART_ALIGNMENT * world)
+        flat.made = PackedForm(form, tuple(parts), made.size(), made.stride())
 
     def planned_bytes(self) -> int:
         return (self.flat.layout.world - 1) * sum(part.nbytes for part in self._inputs)
@@ -289,7 +276,7 @@ class ExtensionAllGather(AllGather):
         form, found = self._form_of(made)
         self._check_same("fsdp_post_all_gather", found, before.parts)
         for part, tensor in zip(before.parts, found, strict=True):
-            if self._part_within(output, part.name, tensor) is None:
+            if self._part_within(output, tensor) is None:
                 part.within(output).copy_(tensor)
         self.flat.made = before._replace(form=form)
 
@@ -334,7 +321,7 @@ class ExtensionAllGather(AllGather):
 
     @staticmethod
     def _gathered(output: Tensor, part: Part, world: int) -> Tensor:
-        whole = Part("", part.offset, (world * part.nbytes,), (1,), torch.uint8)
+        whole = Part(part.offset, (world * part.nbytes,), (1,), torch.uint8)
         return whole.beginning_within(output).view(part.dtype).view(-1, *part.shape[1:])
 
     def _form_of(self, made: Tensor) -> tuple[Form, list[Tensor]]:
@@ -348,9 +335,9 @@ class ExtensionAllGather(AllGather):
         return form, form.parts(made)
 
     @staticmethod
-    def _part_within(output: Tensor, name: str, tensor: Tensor) -> Part | None:
+    def _part_within(output: Tensor, tensor: Tensor) -> Part | None:
         """Return the place of ``tensor`` in ``output``; None if it has memory of its own."""
-        part = Part.of(name, tensor.data_ptr() - output.data_ptr(), tensor)
+        part = Part.of(tensor.data_ptr() - output.data_ptr(), tensor)
         return part if tensor.device == output.device and 0 <= part.offset <= output.nbytes - part.nbytes else None
 
     def _check_same(self, method: str, tensors: Sequence[Tensor], parts: Sequence[Part]) -> None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
@@ -40,15 +40,14 @@ PART_ALIGNMENT = 64
 class Part(NamedTuple):
     """One inner tensor of a tensor subclass, and its place in a flat buffer of bytes."""
 
-    name: str
     offset: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, name: str, offset: int, tensor: Tensor) -> Part:
-        return cls(name, offset, tuple(tensor.shape), tensor.stride(), tensor.dtype)
+    def of(cls, offset: int, tensor: Tensor) -> Part:
+        return cls(offset, tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
     @property
     def nbytes(self) -> int:
@@ -67,14 +66,6 @@ class Part(NamedTuple):
         """Return the inner tensor as a view of ``data`` with a storage of its own that begins where the tensor does."""
         own: Tensor = from_dlpack(data.narrow(0, self.offset, self.nbytes))
         return own.view(self.dtype).as_strided(self.shape, self.stride)
-
-
-def views_of(layout: Sequence[Part], data: Tensor) -> list[Tensor]:
-    """Return the inner tensors of ``layout`` as views of ``data``, uint8."""
-    if len(layout) == 1:
-        return [layout[0].within(data)]
-    # Some subclasses take only inner tensors that begin at the same offset of their storages.
-    return [part.beginning_within(data) for part in layout]
 
 
 @dataclass(frozen=True)
@@ -124,6 +115,23 @@ class Form:
         return made
 
 
+class PackedForm(NamedTuple):
+    """How to construct a tensor of a subclass from one flat buffer of bytes, in which its inner tensors lie."""
+
+    form: Form
+    parts: tuple[Part, ...]
+    size: torch.Size
+    stride: tuple[int, ...]
+
+    def made_of(self, data: Tensor) -> Tensor:
+        """Return the tensor whose inner tensors are views of ``data``, uint8."""
+        if len(self.parts) == 1:
+            views = [self.parts[0].within(data)]
+        else:  # some subclasses take only inner tensors that begin at the same offset of their storages
+            views = [part.beginning_within(data) for part in self.parts]
+        return self.form.made_of(views, self.size, self.stride)
+
+
 def _wraps(tensor: Tensor) -> bool:
     """Return whether ``tensor`` was made by ``_make_wrapper_subclass`` and has no memory of its own."""
     try:
@@ -146,22 +154,18 @@ class TensorSubclass:
     """
 
     form: Form
-    extends_all_gather: bool
-    """Whether an all-gather extension decides what is gathered; else the parameter's bytes are."""
     keeps_class: bool
     """Whether each rank's local tensor is of the parameter's class, and no plain one."""
-    layout: tuple[Part, ...]
-    """Places of the inner tensors among the plain parameter's bytes."""
-    size: torch.Size
-    """Shape of the parameter; ``stride`` has its strides."""
-    stride: tuple[int, ...]
+    packed: PackedForm | None
+    """Form of a parameter whose bytes are gathered; None: an all-gather extension decides what is gathered."""
+
+    @property
+    def extends_all_gather(self) -> bool:
+        return self.packed is None
 
     def restore(self, whole: Tensor) -> Tensor:
         """Return a tensor of the class that shares memory with ``whole``, the plain parameter's elements."""
-        if self.extends_all_gather:
-            return self.around(whole)
-        data = whole.view(-1).view(torch.uint8)
-        return self.form.made_of(views_of(self.layout, data), self.size, self.stride)
+        return self.around(whole) if self.packed is None else self.packed.made_of(whole.view(-1).view(torch.uint8))
 
     def around(self, rows: Tensor) -> Tensor:
         """Return a tensor of a class with the extension around ``rows``, some or all rows of the parameter."""
@@ -268,18 +272,18 @@ def plain_parameter(name: str, parameter: nn.Parameter) -> nn.Parameter:
     extends = extends and is_master == [True] and is_floating
     if keeps_class and not (extends and is_restored):
         _check_rows(name, parameter, form)
-        parameter.__dict__[SUBCLASS] = TensorSubclass(form, True, True, (), parameter.size(), parameter.stride())
+        parameter.__dict__[SUBCLASS] = TensorSubclass(form, True, None)
         return parameter
     if not is_restored:
         raise ValueError(
             f"{_described(name, parameter)}, whose __tensor_unflatten__(inner_tensors, metadata, outer_size, "
             f"outer_stride) does not make one of its class again: {_REMEDY}"
         )
-    values, layout = (parts[0], ()) if extends else _bytes_of(name, parameter, form, parts)
+    values, packed = (parts[0], None) if extends else _bytes_of(name, parameter, form, parts)
     plain = with_grad_dtype(nn.Parameter(values.detach(), parameter.requires_grad), parameter)
     if not form.names:  # torch looks up entries of state dicts such as ``weight.absmax`` on the parameter
         plain.__dict__.update(vars(parameter) | dict(_properties(parameter)))
-    plain.__dict__[SUBCLASS] = TensorSubclass(form, extends, False, layout, parameter.size(), parameter.stride())
+    plain.__dict__[SUBCLASS] = TensorSubclass(form, False, packed)
     return plain
 
 
@@ -367,8 +371,8 @@ def _check_rows(name: str, parameter: nn.Parameter, form: Form) -> None:
         )
 
 
-def _bytes_of(name: str, parameter: nn.Parameter, form: Form, parts: list[Tensor]) -> tuple[Tensor, tuple[Part, ...]]:
-    """Return the bytes of a frozen parameter, which are sharded and never cast, and the places of its inner tensors."""
+def _bytes_of(name: str, parameter: nn.Parameter, form: Form, parts: list[Tensor]) -> tuple[Tensor, PackedForm]:
+    """Return the bytes of a frozen parameter, which are sharded and never cast, and its form among them."""
     if any(part.is_meta for part in parts):
         raise ValueError(
             f"{_described(name, parameter)} on the meta device, which has no quantisation to tell what its bytes "
@@ -381,17 +385,17 @@ def _bytes_of(name: str, parameter: nn.Parameter, form: Form, parts: list[Tensor
         )
     if len(parts) == 1:
         values = parts[0].contiguous()
-        return values, (Part.of("", 0, values),)
+        return values, PackedForm(form, (Part.of(0, values),), parameter.size(), parameter.stride())
     layout = []
     end = 0
-    for attribute, part in zip(form.names, parts, strict=True):
-        layout.append(Part.of(attribute, end, part.contiguous()))
+    for part in parts:
+        layout.append(Part.of(end, part.contiguous()))
         end = align(end + layout[-1].nbytes, PART_ALIGNMENT)
     data = torch.zeros(end, dtype=torch.uint8, device=parts[0].device)
-    for place, part in zip(layout, parts, strict=True):
+    for attribute, place, part in zip(form.names, layout, parts, strict=True):
         # this assignment frees the memory that the inner tensor had before
-        setattr(parameter, place.name, place.beginning_within(data).copy_(part))
-    return data, tuple(layout)
+        setattr(parameter, attribute, place.beginning_within(data).copy_(part))
+    return data, PackedForm(form, tuple(layout), parameter.size(), parameter.stride())
 
 
 def _shares(value: object, data: Tensor) -> bool:
