@@ -471,4 +471,3 @@ def _connect(state: FSDPState) -> None:
         for module in spec.modules:
             module.__dict__[STATE] = state
             module.__dict__[GROUP] = None if module is state.model else by_spec.get(spec)
-    state.model.__dict__[STATE] = state
