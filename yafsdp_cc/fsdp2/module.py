@@ -508,7 +508,7 @@ def make_sharded(module: nn.Module, spec: ParamGroupSpec) -> None:
     # torch's ``replicate`` and DDP leave out modules that this registry names
     registry = module.__dict__.setdefault(REGISTRY_KEY, {})
     registry["fully_shard"] = RegistryItem()
-    undo_later(module, functools.partial(registry.pop, "fully_shard", None))
+    undo_later(module, functools.partial(_unregister, module))
     hooks = install_hooks(module)
     if module is spec.modules[0]:
         hooks += [*follow_assignments(spec), *reshard_for_state_dicts(spec)]
@@ -530,6 +530,13 @@ def make_plain(module: nn.Module) -> None:
     for attribute in (STATE, GROUP, SPEC):
         module.__dict__.pop(attribute, None)
     module.__class__ = class_of(module)
+
+
+def _unregister(module: nn.Module) -> None:
+    registry = module.__dict__[REGISTRY_KEY]
+    registry.pop("fully_shard", None)
+    if not registry:
+        del module.__dict__[REGISTRY_KEY]
 
 
 def class_of(module: nn.Module) -> type[nn.Module]:
