@@ -130,10 +130,6 @@ class ExactReduceScatter(ReduceScatter):
             numel = min(self._part, chunk - start)
             yield start, self._sum(first.narrow(0, start, numel), others.narrow(1, start, numel))
 
-    def finish_whole(self, grads: Tensor) -> Tensor:
-        """Return the sum [chunk] in one part; for fp32 and fp64 only."""
-        return self._sum(*self._summands(grads))
-
     def _summands(self, grads: Tensor) -> tuple[Tensor, Tensor]:
         """Return the first rank's chunk [n], and those of the other ranks [ranks - 1, n] in rank order."""
         comm = self.context.comm

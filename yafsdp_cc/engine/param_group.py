@@ -577,12 +577,12 @@ class ParamGroup(StepState):
 
     def _take(self, grads: UnshardedGrads) -> list[list[bool]]:
         """Zero unwritten gradients, give up the buffer; return which parameters have gradients, written or deferred."""
+        self.stop_accepting_grads()
         used = grads.zero_unwritten()
         if self.deferred:
             for flat, written in zip(grads.flats, used, strict=True):
                 for place, before in enumerate(self.deferred.pop(flat, ())):
                     written[place] |= before
-        self.stop_accepting_grads()
         self.grads = grads.buffer.owner = None
         for param in grads.params:
             param.written = False

@@ -112,6 +112,11 @@ class ReplicatedParams:
         """Dtype of the buffer that is summed."""
         self._summands = torch.zeros(size, dtype=self.dtype, device=self._comm.device)
         self._totals = self._summands if self._comm.reduces_in_place else torch.zeros_like(self._summands)
+        nbytes = self._summands.nbytes
+        part = nbytes if self._comm.reduces_in_place else nbytes // self._comm.world
+        over_replicas = 0 if replicas is None else replicas.all_reduce_bytes(part)
+        self.sent_bytes = self._comm.all_reduce_bytes(nbytes) + over_replicas
+        """Number of bytes that this rank sends in one reduction."""
         self._totals_by_flat = self._totals[: self._elements].split(sizes)
         self._readback = PinnedCopy(flags, self.dtype, self._comm.device)
         self._reduce_scatter = ExactReduceScatter(size, self.dtype)
@@ -119,13 +124,6 @@ class ReplicatedParams:
         for flat, grads in zip(flats, self._summands[: self._elements].split(sizes), strict=True):
             for param in flat.params:
                 param.unsharded_grad = param.local_range(grads)
-
-    def sent_bytes(self) -> int:
-        """Return the bytes that this rank sends in one reduction."""
-        nbytes = self._summands.nbytes
-        part = nbytes if self._comm.reduces_in_place else nbytes // self._comm.world
-        over_replicas = 0 if self._replicas is None else self._replicas.all_reduce_bytes(part)
-        return self._comm.all_reduce_bytes(nbytes) + over_replicas
 
     @property
     def device_bytes(self) -> int:
@@ -209,11 +207,13 @@ class ReplicatedParams:
         comm, in_place = self._comm, self._comm.reduces_in_place  # NCCL: one all-reduce of fp32 or fp64
         for work in (comm.all_reduce if in_place else self._reduce_scatter.start)(self._summands, async_op):
             work.wait()
-        total = self._summands if in_place else self._reduce_scatter.finish_whole(self._summands)
+        total = self._totals if in_place else comm.own_chunk(self._totals)
+        for start, part in () if in_place else self._reduce_scatter.finish(self._summands):
+            total.narrow(0, start, part.numel()).copy_(part)
         if self._replicas is not None:
             for work in self._replicas.all_reduce(total, async_op):
                 work.wait()
-        return () if in_place else comm.all_gather(self._totals, comm.own_chunk(self._totals).copy_(total), async_op)
+        return () if in_place else comm.all_gather(self._totals, total, async_op)
 
     def add_to_grads(self) -> None:
         """Add the summed gradients, divided, to ``.grad``."""

@@ -29,6 +29,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
+from operator import attrgetter
 from pathlib import Path
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -40,10 +41,10 @@ from torch.utils._pytree import tree_leaves
 
 from yafsdp_cc.engine.autograd import convert_tensors, gate, gate_tensors, hook_outputs, narrow
 from yafsdp_cc.engine.collectives import FINAL_REDUCE
+from yafsdp_cc.engine.streams import on_stream
 from yafsdp_cc.engine.param_group import prefetch
 from yafsdp_cc.engine.replicated import hand_out_grads, usage_flags
 from yafsdp_cc.engine.step_state import StepState, history, transient, unreduced
-from yafsdp_cc.engine.streams import on_stream
 from yafsdp_cc.profiling import NVTX_LISTENS, Span
 from yafsdp_cc.ranks.checks import all_gather_objects
 from yafsdp_cc.ranks.mesh import all_groups
@@ -134,6 +135,8 @@ class FSDPState(_ModelStep):
         self._input_dtype = None if policy is None or not policy.cast_forward_inputs else policy.param_dtype
         self._input_device = None if self.context.device.type == "cpu" else self.context.device
         self._output_dtype = None if policy is None else policy.output_dtype
+        self.flats: tuple[FlatParam, ...] = tuple(flat for group in self.groups for flat in group.flats)
+        """All sharded ``FlatParam``, in module order."""
         sharded = [param for group in self.groups for param in group.params]
         self.params: tuple[FSDPParam, ...] = (*sharded, *self.replicated.params)
         for index, param in enumerate(self.params):
@@ -162,11 +165,6 @@ class FSDPState(_ModelStep):
     def __repr__(self) -> str:
         what = "retired" if self.retired else self.context.describe(None)
         return f"engine of {type(self.model).__name__}, {self.steps} steps: {what}"
-
-    @property
-    def flats(self) -> Iterator[FlatParam]:
-        """All sharded ``FlatParam``, in module order."""
-        return (flat for group in self.groups for flat in group.flats)
 
     @property
     def is_idle(self) -> bool:
@@ -215,7 +213,7 @@ class FSDPState(_ModelStep):
             group.unsharded.buffer.handle.wait()
         self.retired = True
         # Groups and this state refer to each other: without this, buffers would stay until Python collects cycles.
-        self.groups, self.root_group, self._orders, self.order = (), None, {}, []
+        self.groups, self.root_group, self.flats, self._orders, self.order = (), None, (), {}, []
         self.context.release()
 
     def _version(self) -> int:
@@ -287,7 +285,7 @@ class FSDPState(_ModelStep):
         if stepped is None or stepped[1] != [group.versions() for group in self.groups]:
             context.gather_stream.wait_for_caller()  # the optimizer's step is on the caller's stream
         self._caller = _Caller()  # set first: ``drop_interrupted`` finds interrupts by ``_caller``
-        self.iteration = iteration = IterationState(self)
+        self.iteration = iteration = IterationState(self, context.gather_stream.caller())
         self._iterations.add(iteration)
         context.in_forward = True
         self.called, self.order, self._cursor = called, [], 0
@@ -404,13 +402,14 @@ class FSDPState(_ModelStep):
             # The recomputed forward has saved views of the weights, which the backward reads.
             self.enter_backward().keep_recomputed(group, unsharded)
             return convert_tensors(output, dtype)
-        group.register_sharded()
         hook, first_node = None, 0
         if (call := entered.call) is not None:
-            call.last = len(call.iteration.calls) - 1
+            iteration = call.iteration
+            call.last = len(iteration.calls) - 1
             # The hook keeps the iteration alive: the graph may outlive every other reference to the iteration.
-            hook = partial(call.pre_backward, call.iteration)
-            first_node = call.iteration.first_node
+            hook = partial(call.pre_backward, iteration)
+            first_node = iteration.first_node
+        group.register_sharded()
         output = hook_outputs(output, dtype, hook, first_node, unsharded.buffer.address)
         group.release(unsharded)
         if not group.spec.settings.keeps_after_forward:
@@ -583,7 +582,7 @@ class FSDPState(_ModelStep):
         context.fingerprint.agree(FINAL_REDUCE, self.final_reduce, replicated.flats, context.describe)
         with _REPLICATED_SPAN if context.traces else nullcontext():
             totals = context.explained(partial(replicated.all_reduce, flags))
-        context.counters.reduced_bytes += replicated.sent_bytes()
+        context.counters.reduced_bytes += replicated.sent_bytes
         replicated.add_to_grads()
         self._has_new_grads = True
         self.wait_for_transfers()
@@ -673,6 +672,7 @@ class GroupForward(NamedTuple):
     """Forward of the root's group, entered because a parameter of this group is tied to one of the root's."""
 
 
+@dataclass(eq=False)
 class IterationState:
     """One forward of the root and the backwards through it: the root gate, and the calls of groups behind it.
 
@@ -680,28 +680,29 @@ class IterationState:
     gradient is final.
     """
 
-    def __init__(self, state: FSDPState) -> None:
-        self.state = state
-        self.calls: list[GroupCall] = []
-        self.trained: list[FSDPParam] = []
-        """Replicated parameters whose gradients pass through the root gate."""
-        self.trains = False
-        """Whether an input or a parameter seen so far requires a gradient: all ranks then expect a backward."""
-        self.has_gate = False
-        """Whether the root gate was made, so that a backward may come."""
-        self.was_reached = False  # whether a backward has come to this iteration, perhaps within its forward
-        self.awaited_version: int | None = None
-        """Version of the weights at this forward, while it is counted in ``awaited_backwards``."""
-        self._pending: Counter[ParamGroup] = Counter()
-        """Number of calls of each group that the backward has not ended."""
-        self._steps: list[tuple[GroupCall, bool]] = []
-        """Plan of the backward: calls in order, each with True where it ends and False where it begins."""
-        self._next = 0
-        self.anchor: Tensor | None = None
-        """Input of every group's gate, so that the backward runs the root gate after all of them."""
-        self.first_node = 0
-        """Number that autograd has given the root gate: nodes that a forward makes have rising numbers."""
-        self._stream = state.context.gather_stream.caller()
+    state: FSDPState
+    _stream: torch.Stream | None
+    """The caller's stream, on which gates are made; None on a CPU."""
+    calls: list[GroupCall] = field(default_factory=list)
+    trained: list[FSDPParam] = field(default_factory=list)
+    """Replicated parameters whose gradients pass through the root gate."""
+    trains: bool = False
+    """Whether an input or a parameter seen so far requires a gradient: all ranks then expect a backward."""
+    has_gate: bool = False
+    """Whether the root gate was made, so that a backward may come."""
+    was_reached: bool = False
+    """Whether a backward has come to this iteration, perhaps within its forward."""
+    awaited_version: int | None = None
+    """Version of the weights at this forward, while it is counted in ``awaited_backwards``."""
+    anchor: Tensor | None = None
+    """Input of every group's gate, so that the backward runs the root gate after all of them."""
+    first_node: int = 0
+    """Number that autograd has given the root gate: nodes that a forward makes have rising numbers."""
+    _pending: Counter[ParamGroup] = field(default_factory=Counter)
+    """Number of calls of each group that the backward has not ended."""
+    _steps: list[tuple[GroupCall, bool]] = field(default_factory=list)
+    """Plan of the backward: calls in order, each with True where it ends and False where it begins."""
+    _next: int = 0
 
     def on_backward_stream(self, make_gate: Callable[[], Any]) -> Any:
         """Return ``make_gate()``, run on the stream of this iteration's gates.
@@ -783,7 +784,7 @@ class IterationState:
         expected = [call for call in self.calls if call.is_expected]
         self._pending = Counter(call.group for call in expected)
         open_calls: list[GroupCall] = []
-        for call in sorted(expected, key=lambda call: (-call.last, call.index)):
+        for call in sorted(expected, key=attrgetter("last"), reverse=True):  # of equal ones the earlier comes first
             # A call that ended no earlier encloses this one, unless it also began later.
             while open_calls and open_calls[-1].index > call.index:
                 self._steps.append((open_calls.pop(), True))
@@ -905,30 +906,29 @@ class BegunCall(NamedTuple):
     span: Handle | None
 
 
+@dataclass(eq=False)
 class Backward:
     """One run of autograd's engine through the model.
 
     A custom function whose own backward calls ``backward()`` makes one run within another. The inner run writes its
     gradients and issues all-gathers alone. The outer run reduces all gradients, which are final when it returns.
-
-    Args:
-        task: autograd's id of this run.
-        wants_grads: whether this run wants the parameters' gradients, unlike ``torch.autograd.grad``.
-        reduces: whether this run reduces, as no run around it does. It then follows the plan of its iteration; a run
-            that does not reduce begins calls as it reaches them.
     """
 
-    is_running: weakref.ref[object]
+    task: int
+    """Autograd's id of this run."""
+    wants_grads: bool
+    """Whether this run wants the parameters' gradients, unlike ``torch.autograd.grad``."""
+    reduces: bool
+    """Whether this run reduces, as no run around it does. It then follows the plan of its iteration; a run that does
+    not reduce begins calls as it reaches them."""
+    is_running: weakref.ref[object] = field(init=False)
     """Reference to a callback that autograd keeps while this run lasts; dead once an exception has ended the run."""
-
-    def __init__(self, task: int, wants_grads: bool, reduces: bool) -> None:
-        self.task, self.wants_grads, self.reduces = task, wants_grads, reduces
-        self.reached: set[GroupCall] = set()
-        """Forwards of groups (``GroupCall``) of which this backward has reached an output, or the gate."""
-        self.begun: dict[GroupCall, BegunCall] = {}
-        """Forwards of groups (``GroupCall``) whose backward has begun and not ended in this run of autograd."""
-        self.recomputed: dict[ParamGroup, list[UnshardedParams]] = {}
-        """Weights in use by forwards that activation checkpointing has run again, by group."""
+    reached: set[GroupCall] = field(default_factory=set)
+    """Forwards of groups (``GroupCall``) of which this backward has reached an output, or the gate."""
+    begun: dict[GroupCall, BegunCall] = field(default_factory=dict)
+    """Forwards of groups (``GroupCall``) whose backward has begun and not ended in this run of autograd."""
+    recomputed: dict[ParamGroup, list[UnshardedParams]] = field(default_factory=dict)
+    """Weights in use by forwards that activation checkpointing has run again, by group."""
 
     def plans(self, call: GroupCall) -> bool:
         """Return whether ``call`` is begun and ended in the order of its iteration's plan.

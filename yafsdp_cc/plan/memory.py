@@ -142,7 +142,7 @@ def _communication(state: FSDPState, traffic: Sequence[PlannedTraffic]) -> Plann
         gather_forward=sum(each.gather_forward for each in traffic),
         gather_backward=sum(each.gather_backward for each in traffic),
         reduce=sum(each.reduce for each in traffic),
-        replicated=state.replicated.sent_bytes(),
+        replicated=state.replicated.sent_bytes,
         replicas=0 if replicas is None else replicas.planned_bytes(),
         secondary=sum(_again_bytes(flat) for flat in again if isinstance(flat.all_gather, SecondaryAllGather)),
     )

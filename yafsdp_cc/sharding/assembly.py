@@ -24,13 +24,13 @@ from torch.distributed.distributed_c10d import _get_default_store
 from yafsdp_cc.engine.buffers import Buffer, BufferPool
 from yafsdp_cc.engine.collectives import CollectiveFingerprint
 from yafsdp_cc.engine.communicator import CommContext, Communicator, ScratchBuffers
+from yafsdp_cc.engine.streams import comm_stream
 from yafsdp_cc.engine.hsdp import ReplicaSums
 from yafsdp_cc.engine.param import UnshardedParams, unsharded_bytes, unsharded_grad_bytes
 from yafsdp_cc.engine.param_group import GroupContext, ParamGroup
 from yafsdp_cc.engine.replicated import ReplicatedParams
 from yafsdp_cc.engine.spec import EXACT, Counters, specs_below
 from yafsdp_cc.engine.state import GROUP, STATE, FSDPState
-from yafsdp_cc.engine.streams import comm_stream
 from yafsdp_cc.forms.extensions import check_local_tensors
 from yafsdp_cc.forms.offload import make_transfers
 from yafsdp_cc.ranks.checks import refused_together
@@ -400,13 +400,11 @@ class ReplicatedParamsOfMeshes(ReplicatedParams):
 
     def __init__(self, own: ReplicatedParams, others: Sequence[ReplicatedParams]) -> None:
         self._own, self._all, self.dtype = own, (own, *others), own.dtype
+        self.sent_bytes = sum(each.sent_bytes for each in self._all)
         self.flats = tuple(flat for each in self._all for flat in each.flats)
         self.params = tuple(param for each in self._all for param in each.params)
         self.leaves = tuple(leaf for each in self._all for leaf in each.leaves)
         self._gate_inputs = tuple(gate_input for each in self._all for gate_input in each._gate_inputs)
-
-    def sent_bytes(self) -> int:
-        return sum(each.sent_bytes() for each in self._all)
 
     @property
     def device_bytes(self) -> int:

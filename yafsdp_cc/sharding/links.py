@@ -134,7 +134,7 @@ def _try_exchange(gather: Communicator, reduce: Communicator, dtype: torch.dtype
         # Both collectives are issued for the current stream; some backends return works to wait for.
         for work in (*gather.all_gather(gathered, own, async_op=False), *trial.start(grads, async_op=False)):
             work.wait()
-        total, gathered = trial.finish_whole(grads).cpu(), gathered.cpu()
+        total, gathered = torch.cat([part.to("cpu", copy=True) for _, part in trial.finish(grads)]), gathered.cpu()
     except RuntimeError as error:
         raise _cannot_carry(gather, dtype, error) from error
     wrong = _difference(gather, "sum", dtype, total, totals[gather.rank])
