@@ -31,11 +31,12 @@ from yafsdp_cc.compression.state import compressed_sum_of, compressed_sums, kept
 from yafsdp_cc.engine import agreement, communicator
 from yafsdp_cc.engine.buffers import Buffer
 from yafsdp_cc.engine.communicator import Communicator
+from yafsdp_cc.engine.cuda_streams import CudaCommHandle, CudaCommStream
 from yafsdp_cc.engine.hsdp import ReplicaSums
 from yafsdp_cc.engine.param import UnshardedGrads, unsharded_grad_bytes
 from yafsdp_cc.engine.param_group import GroupContext, ParamGroup
 from yafsdp_cc.engine.state import FSDPState, IterationState
-from yafsdp_cc.engine.streams import CudaCommHandle, CudaCommStream, PinnedCopy
+from yafsdp_cc.engine.streams import PinnedCopy
 from yafsdp_cc.forms import offload
 from yafsdp_cc.forms.offload import HostTransfer, HostTransfers
 from yafsdp_cc.fsdp2 import module

@@ -13,7 +13,7 @@ import torch
 from tests.models import Mlp
 from tests.ranks import RankError, on_ranks
 from tests.twins import inputs, square, trains_on, twins
-from yafsdp_cc.engine import streams
+from yafsdp_cc.engine import cuda_streams, streams
 
 
 def leaves_nothing() -> None:
@@ -23,7 +23,7 @@ def leaves_nothing() -> None:
 
 
 def leaves_a_function() -> None:
-    pytest.MonkeyPatch().setattr(streams, "comm_stream", None)  # nothing undoes this change
+    pytest.MonkeyPatch().setattr(cuda_streams, "comm_stream", None)  # nothing undoes this change
 
 
 def leaves_a_method() -> None:
@@ -80,10 +80,10 @@ def test_ranks_are_not_kept_after_one_of_them_failed() -> None:
 
 def test_a_patch_of_this_process_reaches_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     before = on_ranks(1, process)
-    monkeypatch.setattr(streams, "comm_stream", process)
+    monkeypatch.setattr(cuda_streams, "comm_stream", process)
     assert on_ranks(1, patched) != before
 
 
 def patched() -> int:
-    assert streams.comm_stream is process
+    assert cuda_streams.comm_stream is process
     return os.getpid()

@@ -27,9 +27,9 @@ from tests.ranks import ranks
 from tests.soak import also
 from yafsdp_cc.engine.collectives import ExactReduceScatter
 from yafsdp_cc.engine.communicator import CommContext, Communicator, ScratchBuffers
+from yafsdp_cc.engine.cuda_streams import comm_stream
 from yafsdp_cc.engine.param import Divisor, ShardedGrad
 from yafsdp_cc.engine.replicated import ReplicatedParams, usage_flags
-from yafsdp_cc.engine.streams import comm_stream
 from yafsdp_cc.ranks import checks
 from yafsdp_cc.sharding.links import check_trial_exchange, refused_over_store
 

@@ -20,7 +20,7 @@ from tests.ranks import RankError, on_ranks, ranks
 from tests.soak import also
 from tests.streams import DEVICE, Clock, Collective, Stream, streams
 from tests.twins import inputs, same_gradients, square, twins
-from yafsdp_cc.engine.streams import CudaCommStream
+from yafsdp_cc.engine.cuda_streams import CudaCommStream
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
 

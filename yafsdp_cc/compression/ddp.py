@@ -13,7 +13,8 @@ from torch.utils.weak import WeakIdRef
 from yafsdp_cc.compression.codec import AUTO
 from yafsdp_cc.compression.config import Compression, compression_of
 from yafsdp_cc.compression.fsdp2 import CompressedCommunication, exact_mean, real_view
-from yafsdp_cc.engine.streams import CommHandle, CommStream, comm_stream
+from yafsdp_cc.engine.cuda_streams import comm_stream
+from yafsdp_cc.engine.streams import CommHandle, CommStream
 
 
 class CompressionHookState(CompressedCommunication):

@@ -41,7 +41,7 @@ from torch.utils._pytree import tree_leaves
 
 from yafsdp_cc.engine.autograd import convert_tensors, gate, gate_tensors, hook_outputs, narrow
 from yafsdp_cc.engine.collectives import FINAL_REDUCE
-from yafsdp_cc.engine.streams import on_stream
+from yafsdp_cc.engine.cuda_streams import on_stream
 from yafsdp_cc.engine.param_group import prefetch
 from yafsdp_cc.engine.replicated import hand_out_grads, usage_flags
 from yafsdp_cc.engine.step_state import StepState, history, transient, unreduced

@@ -50,7 +50,7 @@ from torch._C._distributed_c10d import AllToAllOptions
 from yafsdp_cc.compression import error_feedback
 from yafsdp_cc.compression.codec import BLOCK, codec_of
 from yafsdp_cc.compression.error_feedback import EF21, Residual, lost_share
-from yafsdp_cc.engine.streams import comm_stream
+from yafsdp_cc.engine.cuda_streams import comm_stream
 from yafsdp_cc.replicas.optimizer_state import mean_state, write_state
 from yafsdp_cc.replicas.sync import LocalBuffer, ReplicaSync, sum_over
 

@@ -32,7 +32,7 @@ from yafsdp_cc.compression import error_feedback
 from yafsdp_cc.compression.codec import BLOCK, codec_of
 from yafsdp_cc.compression.codecs import TopK2Bit
 from yafsdp_cc.compression.error_feedback import Residual
-from yafsdp_cc.engine.streams import comm_stream
+from yafsdp_cc.engine.cuda_streams import comm_stream
 from yafsdp_cc.ranks.mesh import writable
 from yafsdp_cc.replicas.membership import AllReplicas, Task
 from yafsdp_cc.replicas.optimizer_state import StateValue, mean_state, write_state

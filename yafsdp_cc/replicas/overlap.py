@@ -35,7 +35,7 @@ from torch import Tensor
 from yafsdp_cc.compression import error_feedback
 from yafsdp_cc.compression.codec import BLOCK, codec_of
 from yafsdp_cc.compression.error_feedback import Residual
-from yafsdp_cc.engine.streams import comm_stream
+from yafsdp_cc.engine.cuda_streams import comm_stream
 from yafsdp_cc.replicas.sync import (
     LocalBuffer,
     ReplicaSync,

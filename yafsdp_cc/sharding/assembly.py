@@ -24,7 +24,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from yafsdp_cc.engine.buffers import Buffer, BufferPool
 from yafsdp_cc.engine.collectives import CollectiveFingerprint
 from yafsdp_cc.engine.communicator import CommContext, Communicator, ScratchBuffers
-from yafsdp_cc.engine.streams import comm_stream
+from yafsdp_cc.engine.cuda_streams import comm_stream
 from yafsdp_cc.engine.hsdp import ReplicaSums
 from yafsdp_cc.engine.param import UnshardedParams, unsharded_bytes, unsharded_grad_bytes
 from yafsdp_cc.engine.param_group import GroupContext, ParamGroup
