@@ -638,7 +638,7 @@ def _reduce_zeros(group: ParamGroup, *, sums_over_replicas: bool) -> None:
     # ``take_grads`` takes a buffer of the pool where ``requires_gradient_sync`` is set; ``BatchRollback`` restores the
     # setting
     group.spec.settings.requires_gradient_sync = True
-    group.take_grads(group.flats_with_grads())
+    group.take_grads()
     group.accepts_in = -1
     group.reduce()
 

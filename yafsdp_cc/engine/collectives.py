@@ -124,24 +124,19 @@ class ExactReduceScatter(ReduceScatter):
         return comm.all_to_all(received, grads, async_op, self._chunks)
 
     def finish(self, grads: Tensor) -> Iterator[tuple[int, Tensor]]:
-        first, others = self._summands(grads)
-        chunk = first.numel()
+        comm, own = self.context.comm, self.context.comm.own_chunk(grads, self._chunks)
+        chunk = own.numel()
+        first, others = own, own.view(1, -1).narrow(0, 0, 0)
+        if chunk and not comm.reduces_in_place:
+            received = self.context.scratch.take("received chunks", self._received_numel, self._dtype).view(-1, chunk)
+            # of two summands the order makes no difference
+            first, others = (own, received) if comm.world == 2 else (received[0], received[1:])
         for start in range(0, chunk, self._part or 1):  # a rank may own no element: a step of 0 would raise
             numel = min(self._part, chunk - start)
             yield start, self._sum(first.narrow(0, start, numel), others.narrow(1, start, numel))
 
-    def _summands(self, grads: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the first rank's chunk [n], and those of the other ranks [ranks - 1, n] in rank order."""
-        comm = self.context.comm
-        own = comm.own_chunk(grads, self._chunks)
-        if comm.reduces_in_place or not own.numel():
-            return own, own.view(1, -1).narrow(0, 0, 0)
-        received = self.context.scratch.take("received chunks", self._received_numel, self._dtype)
-        received = received.view(-1, own.numel())
-        # of two summands the order makes no difference
-        return (own, received) if comm.world == 2 else (received[0], received[1:])
-
     def _sum(self, total: Tensor, others: Tensor) -> Tensor:
+        """Return the sum of the first rank's elements [n] and those of other ranks [ranks - 1, n], in this order."""
         if not self._sums_as_sent:  # cast into scratch, as an addition of two dtypes would allocate
             ranks, numel = 1 + others.shape[0], total.numel()
             scratch = self.context.scratch.take("fp32 sum", ranks * numel, torch.float32).view(ranks, numel)

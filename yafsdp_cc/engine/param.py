@@ -421,14 +421,9 @@ class FlatParam:
             self.sharded_grad = ShardedGrad(buffer, self.params)
         return self.sharded_grad
 
-    def complete_reduce(self, grads: Tensor, used: Sequence[bool]) -> None:
-        """Pass on the sum of ``grads``, whose reduce-scatter has ended, by ``add_sum``."""
-        self.add_sum(self.reduce_scatter.finish(grads), used)
-
     def add_to_grad(self, parts: Iterable[tuple[int, Tensor]], used: Sequence[bool]) -> None:
         """Divide a sum over ranks and add it to ``.grad``; arguments as of ``ShardedGrad.add``."""
-        assert self.sharded_grad is not None
-        self.sharded_grad.add(parts, self.divisor, used)
+        self.make_sharded_grad().add(parts, self.divisor, used)
 
 
 def _weight_sizes(flats: Sequence[FlatParam]) -> list[int]:

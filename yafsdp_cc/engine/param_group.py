@@ -173,12 +173,6 @@ class GroupContext(_ContextStep):
         self.weight_pools.clear()
         self.grad_pools.clear()
 
-    def reset(self) -> None:
-        """Drop reduces in flight, after an interrupted backward."""
-        for buffer in self.in_flight:
-            buffer.handle.abandon()
-        self.drop_members()
-
     def warn_of_kept_grads(self) -> None:
         """Warn once of the memory that unsharded gradients take that are kept from one backward to the next."""
         if not self.has_warned and self.gather.comm.rank == 0:
@@ -465,26 +459,23 @@ class ParamGroup(StepState):
         if not self.context.wants_grads:
             return
         if self.grads is None:
-            flats = self.flats_with_grads()
-            if not flats:
-                return
-            self.take_grads(flats)
-            assert self.grads is not None
+            self.take_grads()
         elif late := next((flat for flat in self.flats if flat.trainable and flat not in self.grads.flats), None):
             raise RuntimeError(
                 f"'{late.name}' was unfrozen while gradients of micro-batches are kept for a later reduce: run a "
                 "backward with set_requires_gradient_sync(True) first"
             )
-        for param, view in zip(self.grads.params, self.grads.views, strict=True):
-            param.unsharded_grad = view
+        if self.grads is not None:
+            for param, view in zip(self.grads.params, self.grads.views, strict=True):
+                param.unsharded_grad = view
 
-    def flats_with_grads(self) -> tuple[FlatParam, ...]:
-        """Return the flat parameters that the next reduce sums, also one frozen after its gradients were deferred."""
-        return tuple(flat for flat in self.flats if flat.trainable or flat in self.deferred)
-
-    def take_grads(self, flats: tuple[FlatParam, ...]) -> None:
-        """Take a buffer for the gradients of ``flats``, none of which is written yet."""
+    def take_grads(self) -> None:
+        """Take a buffer for the gradients that the next reduce sums, none of which is written yet, if there are any."""
         context = self.context
+        # one that was frozen after its gradients were deferred is summed, too
+        flats = tuple(flat for flat in self.flats if flat.trainable or flat in self.deferred)
+        if not flats:
+            return
         for flat in flats:
             context.bind_reduce(flat)
         keeps = not (self.spec.settings.requires_gradient_sync or self.is_alone_in_grad_buffer)
@@ -505,7 +496,7 @@ class ParamGroup(StepState):
         context.wait(grads.buffer.handle)  # the previous owner's reduce may still read the buffer
         grads.buffer.used_for = self.name
 
-    def grad_buffer(self, nbytes: int, *, keeps: bool = False) -> Buffer:
+    def grad_buffer(self, nbytes: int, *, keeps: bool) -> Buffer:
         """Return the pool's gradient buffer; the group's own if it ``keeps`` gradients, or if ``nbytes`` do not fit."""
         pool = self.context.grad_pools.get(self.role)
         if pool is not None and nbytes <= pool.buffer_bytes and not keeps:
@@ -560,7 +551,7 @@ class ParamGroup(StepState):
         nbytes = sum(flat.reduce_scatter.planned_bytes() for flat in grads.flats) if context.traces else 0
         with span("reduce", self.name, nbytes) if context.traces else nullcontext():
             for flat, whole, written in zip(grads.flats, grads.flat, used, strict=True):
-                finish = partial(flat.complete_reduce, whole, written)
+                finish = partial(flat.add_sum, flat.reduce_scatter.finish(whole), written)
                 context.issue_reduce(grads.buffer, partial(flat.reduce_scatter.start, whole), finish)
                 context.reduced.append((flat, written))
                 context.counters.reduced_bytes += flat.reduce_scatter.sent_bytes

@@ -124,7 +124,7 @@ class ReduceScatter(Collective):
     @abstractmethod
     def finish(self, grads: Tensor) -> Iterator[tuple[int, Tensor]]:
         """Yield the sum over ranks [chunk] in parts: the offset of each, and the part, not divided by the number of
-        ranks.
+        ranks. The collectives are over when the first part is taken.
 
         Parts are fp32 or fp64; those of an exact sum on CUDA may be bf16. The caller may change a part, which is valid
         until the next is taken.

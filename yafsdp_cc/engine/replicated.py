@@ -219,14 +219,9 @@ class ReplicatedParams:
         """Add the summed gradients, divided, to ``.grad``."""
         for flat, total in zip(self.flats, self._totals_by_flat, strict=True):
             if flat.trainable:
-                flat.make_sharded_grad()
                 flat.add_to_grad([(0, total)], [param.written for param in flat.params])
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget gradients that were written and not reduced."""
-        for param, leaf in zip(self.params, self.leaves, strict=True):
-            param.written, leaf.grad = False, None
+        for param in self.params:
+            param.written = False
 
 
 def usage_flags(reduced: Mapping[FSDPParam, bool], count: int, is_fed: Callable[[FSDPParam], bool]) -> list[float]:

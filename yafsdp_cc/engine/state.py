@@ -640,7 +640,8 @@ class FSDPState(_ModelStep):
                 "a forward or backward was interrupted: gradients not reduced yet are dropped, those kept by "
                 "set_requires_gradient_sync(False) too. Call zero_grad(), and run all micro-batches of the step again"
             )
-        context.reset()
+        for buffer in context.in_flight:
+            buffer.handle.abandon()
         if context.replicas is not None:
             context.replicas.abandon()
         for group in self.groups:  # prefetched all-gathers read state of collectives that is dropped below
@@ -652,7 +653,8 @@ class FSDPState(_ModelStep):
         context.gather_stream.wait_for_caller()  # an interrupted user of a buffer has recorded no event to wait for
         for group in self.groups:
             group.reset()
-        self.replicated.reset()
+        for leaf in self.replicated.leaves:
+            leaf.grad = None
         self.replicated.register_sharded()
         for iteration in self._iterations:
             iteration._steps = []
