@@ -225,8 +225,6 @@ def sharded_adamw_step(group: dict[str, Any], parameters: Sequence[Tensor], stat
         state = states[parameter]
         kept = parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"]
         rows.append([local_of(each) for each in kept])
-    # The fused kernel does not raise tensors' versions. A shard without elements on this rank counts as changed, too:
-    # all ranks must all-gather it anew.
     increment_version([row[0] for row in rows])
     # On a CPU take the fused kernel, for the bits of AdamW(fused=True); on a GPU it needs step counts on the GPU.
     is_fused = all(row[0].is_cpu for row in rows)

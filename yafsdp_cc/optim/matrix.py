@@ -193,7 +193,6 @@ class MatrixOptimizer(Optimizer):
         return loss
 
     def _update_matrices(self, group: dict[str, Any], used: Sequence[Any]) -> None:
-        # A shard without elements on this rank counts as changed, too: all ranks must gather it.
         increment_version([local_of(parameter) for parameter in used])
         here = [
             parameter for parameter in used if not parameter.shard_spec.is_assembled and local_of(parameter).numel()

@@ -81,7 +81,7 @@ class OneBitSGD(OneBitOptimizer):
             nesterov=False,
             maximize=False,
         )
-        # Not every foreach kernel raises versions; all ranks must all-gather the shards anew.
+        # not every foreach kernel raises versions
         increment_version([local_of(parameter) for parameter in parameters])
         for parameter, updated in zip(parameters, wide, strict=True):
             if updated.dtype != parameter.dtype:

@@ -81,8 +81,6 @@ def adam_settings(group: dict[str, Any], steps: float, seen: float, trust: float
 
 def update(rule: Rule, rows: Sequence[Row]) -> None:
     """Update parameters by ``rule``, in place; their versions rise, also if this rank has no elements."""
-    # Native kernels do not raise tensors' versions. A shard without elements on this rank counts as changed, too: all
-    # ranks must gather it.
     increment_version([row.weights for row in rows])
     native: defaultdict[torch.device, list[Row]] = defaultdict(list)
     for row in rows:

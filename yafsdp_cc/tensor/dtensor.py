@@ -75,6 +75,8 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 increment_version = torch._C._increment_version
+"""Function that raises versions of tensors that were written without torch's notice. A shard of which this rank holds
+no element counts as changed, too: all ranks must gather it anew."""
 
 
 _SAVE = (
