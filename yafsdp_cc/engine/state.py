@@ -239,22 +239,21 @@ class FSDPState(_ModelStep):
             args, kwargs = convert_tensors((args, kwargs), self._input_dtype, self._input_device)
         if iteration is not None and torch.is_grad_enabled():
             args, kwargs = gate_tensors(iteration.gate, args, kwargs)
-        forward = None
+        end = None
         if self.root_group is not None:
-            args, kwargs, forward = self.pre_forward(self.root_group, args, kwargs)
-        return args, kwargs, partial(self.post_root_forward, iteration, forward)
+            args, kwargs, end = self.pre_forward(self.root_group, args, kwargs)
+        return args, kwargs, partial(self.post_root_forward, iteration, end)
 
-    def post_root_forward(self, iteration: IterationState | None, forward: GroupForward | None, output: Any) -> Any:
+    def post_root_forward(self, iteration: IterationState | None, end: Callable[[Any], Any] | None, output: Any) -> Any:
         """End a forward of the root module, also one that raised (``output`` is None then); return what callers get.
 
         Args:
             iteration: None where activation checkpointing has run the forward again.
-            forward: forward of the root's own group, if it has one.
+            end: ends the forward of the root's own group, if it has one.
             output: output of the module.
         """
-        if forward is not None:
-            assert self.root_group is not None
-            output = self.post_forward(self.root_group, forward, output)
+        if end is not None:
+            output = end(output)
         if iteration is None:
             return convert_tensors(output, self._output_dtype)
         self.end_iteration(output)
@@ -365,13 +364,14 @@ class FSDPState(_ModelStep):
 
     # A forward of a group ------------------------------------------------------------------------------------------
 
-    def pre_forward(self, group: ParamGroup, args: Any, kwargs: Any) -> tuple[Any, Any, GroupForward]:
-        """Begin a forward of a group's module: put weights in place, cast inputs and pass them through its gate."""
+    def pre_forward(self, group: ParamGroup, args: Any, kwargs: Any) -> tuple[Any, Any, Callable[[Any], Any]]:
+        """Begin a forward of a group's module: put weights in place, cast inputs and pass them through its gate; return
+        the arguments, and the function to run on its output."""
         policy = group.spec.policy
         dtype = policy.param_dtype if policy.cast_forward_inputs else None
         if _graph_task() != -1:
             args, kwargs = convert_tensors((args, kwargs), dtype)
-            return args, kwargs, self._pre_recomputation(group)
+            return args, kwargs, partial(self.post_forward, self._pre_recomputation(group))
         self.drop_interrupted()
         is_outermost = self.iteration is None
         iteration = self.begin_iteration(group.spec.modules[0]) if self.iteration is None else self.iteration
@@ -390,13 +390,14 @@ class FSDPState(_ModelStep):
             args, kwargs, views = iteration.on_backward_stream(partial(self._gate, call, args, kwargs))
         group.register_unsharded(views)
         span = group.forward_span.start() if self.context.traces else None
-        return args, kwargs, GroupForward(iteration if is_outermost else None, unsharded, call, span, borrowed)
+        entered = GroupForward(group, unsharded, call, span, iteration if is_outermost else None, borrowed)
+        return args, kwargs, partial(self.post_forward, entered)
 
-    def post_forward(self, group: ParamGroup, entered: GroupForward, output: Any) -> Any:
+    def post_forward(self, entered: GroupForward, output: Any) -> Any:
         """End a forward of a group's module: the buffer may be refilled, and outputs tell when the backward begins."""
+        group, unsharded = entered.group, entered.unsharded
         if entered.span is not None:
             group.forward_span.end(entered.span)
-        unsharded = entered.unsharded
         dtype = group.spec.policy.output_dtype
         if _graph_task() != -1:
             # The recomputed forward has saved views of the weights, which the backward reads.
@@ -415,8 +416,7 @@ class FSDPState(_ModelStep):
         if not group.spec.settings.keeps_after_forward:
             group.release_held()
         if entered.borrowed is not None:
-            assert self.root_group is not None
-            self.post_forward(self.root_group, entered.borrowed, None)
+            entered.borrowed(None)
         if entered.iteration is not None:
             self.end_iteration(output)
         if unsharded.was_written():
@@ -461,7 +461,7 @@ class FSDPState(_ModelStep):
         unsharded = group.unshard()
         group.register_unsharded(group.leaves(unsharded))
         span = group.forward_span.start() if self.context.traces else None
-        return GroupForward(None, unsharded, None, span, None)
+        return GroupForward(group, unsharded, None, span)
 
     # A backward ----------------------------------------------------------------------------------------------------
 
@@ -665,13 +665,14 @@ class FSDPState(_ModelStep):
 class GroupForward(NamedTuple):
     """One forward of a group under way, from ``pre_forward`` to ``post_forward``."""
 
-    iteration: IterationState | None
-    """Iteration that consists of this forward alone; None within a forward of the root module."""
+    group: ParamGroup
     unsharded: UnshardedParams
     call: GroupCall | None
     span: Handle | None
-    borrowed: GroupForward | None
-    """Forward of the root's group, entered because a parameter of this group is tied to one of the root's."""
+    iteration: IterationState | None = None
+    """Iteration that consists of this forward alone; None within a forward of the root module."""
+    borrowed: Callable[[Any], Any] | None = None
+    """Function that ends a forward of the root's group, which a parameter tied to one of the root's has entered."""
 
 
 @dataclass(eq=False)

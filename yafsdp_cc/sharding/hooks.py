@@ -80,8 +80,7 @@ def pre_forward_of(
             args, kwargs, end = state.pre_root_forward(called, args, kwargs)
             finish = partial(_end_root_forward, state, end)
         else:
-            args, kwargs, forward = state.pre_forward(group, args, kwargs)
-            finish = partial(state.post_forward, group, forward)
+            args, kwargs, finish = state.pre_forward(group, args, kwargs)
     except Exception:
         state.interrupted = True
         raise
