@@ -1,7 +1,6 @@
 """The exact collectives of a parameter group (see ``protocols``), and hashes of the collectives that a rank issues.
 
-Gradients are summed on the network and divided once, at the end, over the shard (``param.ShardedGrad``): over gloo by
-an all-to-all of chunks and a local sum in rank order, in fp32 (fp64 for fp64), over NCCL by its reduce-scatter.
+Gradients are summed on the network and divided once, at the end, over the shard (``param.ShardedGrad``).
 """
 
 from __future__ import annotations

@@ -25,10 +25,7 @@ Finish: TypeAlias = Callable[[], None]
 
 
 class CommHandle:
-    """One operation of a ``CommStream``; a new handle is idle, and waiting for it returns at once.
-
-    On CPU it holds the works in flight on gloo's threads, and a completion callback for the thread that waits.
-    """
+    """One operation of a ``CommStream``; a new handle is idle, and waiting for it returns at once."""
 
     __slots__ = ("finish", "pending", "works")
 
