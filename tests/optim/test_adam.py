@@ -253,10 +253,11 @@ class Some(Slopes):
         return torch.stack(used).sum()
 
 
+@pytest.mark.parametrize(("form", "to_none"), [("momentum", True), ("gradient", False)])
 @ranks(2)
-def test_exact_gradients_of_a_skipped_step_are_dropped() -> None:
+def test_exact_gradients_of_a_skipped_step_are_dropped(form: Any, to_none: bool) -> None:
     model: Any = yafsdp_cc.shard(Some(), units=[Slope], compression=Compression("onebit"))
-    optimizer = OneBitAdam(model.parameters(), **SETTINGS, warmup_steps=3)
+    optimizer = OneBitAdam(model.parameters(), **SETTINGS, warmup_steps=3, form=form)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     yafsdp_cc.follow_scaler(model, scaler)
     trained(model, optimizer, range(4), scaler)
@@ -265,7 +266,7 @@ def test_exact_gradients_of_a_skipped_step_are_dropped() -> None:
         scaler.scale(model(slopes)).backward()
         scaler.step(optimizer)
         scaler.update()
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=to_none)
     assert scaler.get_scale() == 512
     assert all(state["exp_avg_sq"].to_local().isfinite().all() for state in optimizer.state.values())
 
