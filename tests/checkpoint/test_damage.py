@@ -154,6 +154,14 @@ def test_ranks_that_load_different_saves(tmp_path):
         shutil.rmtree(disk)
     refused(disk, r"rank 1: there is no checkpoint .*disk-1/latest", True)  # no FileNotFoundError: there is one
     refused(tmp_path / "none", r"there is no checkpoint", True, FileNotFoundError)
+    shutil.copytree(tmp_path / "step-1", disk, dirs_exist_ok=True)
+    contents = pickle.loads((disk / ".metadata").read_bytes())
+    contents.storage_meta = None  # the number of extra files is unknown, as in a checkpoint of torch
+    (disk / ".metadata").write_bytes(pickle.dumps(contents))
+    for file in disk.glob("extra_*"):
+        if rank == 1:
+            file.unlink()
+    refused(disk, r"different checkpoints.*\n  rank 0: .*, 2 extra files\n  rank 1: .*, 0 extra files", True)
     dist.barrier()
     for file in ("__1_0.distcp", "extra_1_of_2.pt"):
         if rank == 0:

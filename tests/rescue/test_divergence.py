@@ -88,7 +88,7 @@ def test_the_rank_that_differs_from_most_is_named() -> None:
         for _ in range(7):
             watch.step()
 
-    told = r"after \d steps rank 2 had another '1.0.weight' than ranks 0, 1 \(.* in the last [2-6] steps"
+    told = r"after \d steps rank 2 had another '1.0.weight' than ranks 0, 1 \(.* in the last [2-6] steps.* by design, "
     with pytest.raises(yafsdp_cc.DivergenceError, match=told):
         until_it_is_found()
 
@@ -160,21 +160,6 @@ def test_unsharded_weights_of_fsdp2_are_compared() -> None:
     with torch.no_grad():
         model.bias[0] += dist.get_rank()
     with pytest.raises(yafsdp_cc.DivergenceError, match="'bias'"):
-        watch.step()
-
-
-@pytest.mark.parametrize("way", ["plain", "experts"])
-@ranks(2)
-def test_values_that_differ_between_ranks_by_design_are_no_flipped_bits(way: str) -> None:
-    model = nn.Sequential(nn.Linear(8, 8))
-    if way == "experts":
-        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("expert", "data"))
-        fully_shard(model[0], mesh=mesh["data"])
-    watch = yafsdp_cc.DivergenceWatch(model, every=2)
-    nn.init.constant_(model[0].weight, 1 + dist.get_rank())
-    with pytest.raises(
-        ValueError, match=r"step\(\): '0.weight' has other values on rank 1 than on rank 0, .* of a pipe"
-    ):
         watch.step()
 
 

@@ -115,11 +115,13 @@ def load_from(
         with reader.present(names), together(group), closing(Ticks(ranks.back)) as ticks, ticks.beside():
             yield
 
-    digests = all_gather_objects((reader.digest, str(folder)), group)
-    if len({digest for digest, _ in digests}) > 1:
+    of_ranks = files.extra_readers(folder, reader.extra_sums, present)
+    own_copy = f"{files.METADATA} with SHA-256 {reader.digest[:8]}, {len(of_ranks)} extra files"
+    copies = all_gather_objects((reader.digest, own_copy, str(folder)), group)
+    if len({copy[:2] for copy in copies}) > 1:
         raise ValueError(
             "ranks load different checkpoints, or one of them a damaged copy; give every rank the same one:\n"
-            + table_of_ranks(f"{where}, {files.METADATA} with SHA-256 {digest[:8]}" for digest, where in digests)
+            + table_of_ranks(f"{where}, {copy}" for _, copy, where in copies)
         )
     with together(group):
         own = state_to_fill(model, "load")
@@ -136,7 +138,6 @@ def load_from(
             _check_optimizer(reader.contents, named, folder)
             state[OPTIMIZER] = empty_optimizer_state(named, reader.contents)
     with together(group):  # apart from the checks above: each file is read by all ranks together
-        of_ranks = files.extra_readers(folder, reader.extra_sums, present)
         extra = files.read_extra(of_ranks, *place_in(group), folder)
         state |= compression.empty_state(model, reader.contents, extra, of_ranks, bool(optimizers))
     state |= replicas.empty_state(model, reader.contents)

@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch._C._distributed_c10d import GradBucket
 from torch.utils.weak import WeakIdRef
 
@@ -53,6 +54,11 @@ class CompressionHookState(CompressedCommunication):
         """Number of backwards that have begun."""
         self.stream: CommStream | None = None
         self.handle: CommHandle
+
+    def drop_residuals(self, model: nn.Module) -> None:
+        parameters = set(map(WeakIdRef, model.parameters()))
+        for key in [key for key in self.sums if not parameters.isdisjoint(key)]:
+            del self.sums[key]
 
     def __getstate__(self) -> NoReturn:
         raise TypeError("the residuals of CompressionHookState are not saved: make a new one where training goes on")

@@ -23,7 +23,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad
-from torch.utils.weak import WeakIdRef
 
 from yafsdp_cc.compression import error_feedback
 from yafsdp_cc.compression.all_reduce import CompressedAllReduce
@@ -114,12 +113,8 @@ _made: WeakSet[CompressedCommunication] = WeakSet()
 
 def drop_residuals(model: nn.Module) -> None:
     """Drop residuals of ``compress`` and DDP's hook, which belong to weights that ``model`` had before a load."""
-    used, parameters = set(map(_compressed.get, model.modules())), set(map(WeakIdRef, model.parameters()))
-    for each in _made:
-        if each in used:
-            each._reduce_scatters.clear()
-        for key in [key for key in each._all_reduces if each in used or not parameters.isdisjoint(key)]:
-            del each._all_reduces[key]
+    for each in list(_made):
+        each.drop_residuals(model)
 
 
 def _check(config: Compression) -> None:
@@ -176,6 +171,12 @@ class CompressedCommunication:
         self._all_reduces.clear()
         self._reduce_scatters.clear()
         self._contexts.clear()
+
+    def drop_residuals(self, model: nn.Module) -> None:
+        """Drop residuals if ``model`` has a module whose gradients these are."""
+        if any(_compressed.get(module) is self for module in model.modules()):
+            self._all_reduces.clear()
+            self._reduce_scatters.clear()
 
     def follow_scaler(self, scaler: torch.amp.GradScaler) -> None:
         """Rescale residuals whenever the scale of the losses changes, as ``yafsdp_cc.follow_scaler`` does.

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from yafsdp_cc.checkpoint.ranks import check_is_one_value, meet, part_of
+from yafsdp_cc.checkpoint.ranks import meet, part_of
 from yafsdp_cc.checkpoint.state import as_sequence, plain_name, unwrapped
 from yafsdp_cc.fsdp2.module import torch_states
 from yafsdp_cc.ranks.checks import all_gather_objects, checksum, named_ranks
@@ -56,12 +56,8 @@ class DivergenceWatch:
 
         Raises:
             DivergenceError: on every rank, with the first parameter and the ranks that differ.
-            ValueError: in the first step: ranks have other values under one name by design, as stages of a pipeline do.
         """
         self._steps += 1
-        if self._steps == 1:
-            ranks = meet("DivergenceWatch.step()", self._model, {"every": self._every})
-            check_is_one_value("DivergenceWatch.step()", self._model, ranks.front)
         if self._steps % self._every == 0:
             self._compare()
 
@@ -116,5 +112,6 @@ def _told(name: str, unit: str, values: dict[int, int], steps: int, age: int) ->
         f"after {steps} steps {named_ranks(others)} had another '{name}' than {named_ranks(alike)}{among} (compared: "
         f"unit '{unit or '(root)'}' and all replicated parameters). A bit has flipped, or code has changed it on some "
         f"ranks alone, in the last {age} steps{' or before this run' if age == steps else ''}. Later snapshots and "
-        "checkpoints may have it: go on from an earlier one, and test that machine if it happens again"
+        "checkpoints may have it: go on from an earlier one, and test that machine if it happens again. (If ranks have "
+        "other values of one name by design, as stages of a pipeline do, shard and watch each stage as a whole)"
     )
