@@ -124,6 +124,9 @@ def taken_away() -> None:
     found = losses(warm, 4)
     assert found[:3] == exact[:3]
     assert found[3] != exact[3]  # behind the warm-up weights are encoded, too
+    warm, of_warm = fsdp2(Compression(gradients="onebit", weights="int8", warmup_steps=1))
+    losses(warm, 1)
+    assert of_warm.sent_bytes == 0  # also in the backward, in which units gather again that have reduced nothing yet
 
 
 class Growing(nn.Module):

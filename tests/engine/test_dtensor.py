@@ -136,6 +136,7 @@ def versions():
         "_foreach_mul_": lambda: torch._foreach_mul_([parameter], torch.tensor(2.0)),
         "_foreach_copy_": lambda: torch._foreach_copy_([parameter], [torch.ones(4, 4)]),
         "_foreach_zero_": lambda: torch._foreach_zero_([parameter]),
+        "_foreach_mul.out": lambda: torch.ops.aten._foreach_mul.Scalar_out([other], 2.0, out=[parameter]),
         "out": lambda: torch.maximum(other, other, out=parameter.data),
         "to_local": lambda: parameter.to_local().add_(1.0),
         "inference_mode": inference,
@@ -278,6 +279,7 @@ def refusals():
             lambda: torch.frexp(w, out=(w, v.int())), lambda: w.view(torch.int32), lambda: norm.view(torch.bfloat16),
             lambda: torch.sum(w, (0, 1), out=torch.ones(())), lambda: torch.linalg.vector_norm(w, out=torch.ones(())),
             lambda: w.index_put_((w > 0,), torch.ones(()), accumulate=True),
+            lambda: torch.sum(torch.ones(4), 0, out=norm),
             lambda: w.__setitem__(w > 0, torch.ones(here)), lambda: norm * w, lambda: w.lerp_(w, torch.ones(8, 4)),
         ):
             with pytest.raises(NotImplementedError, match=r"'(layers.\d.w|norm)' \((sharded|replicated).*full_tensor"):

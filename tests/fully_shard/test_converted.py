@@ -89,3 +89,15 @@ def test_refused_where_something_would_be_lost() -> None:
     extended.weight = nn.Parameter(Float8Weight(extended.weight.detach()))
     with pytest.raises(RuntimeError, match=r"'weight' is sharded on cpu as torch.float32"):
         yafsdp_cc.fully_shard(extended).to(torch.bfloat16)
+
+
+@ranks(2)
+def test_gradients_of_ignored_parameters_are_converted_with_them() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    yafsdp_cc.fully_shard(model, ignored_params=set(model[1].parameters()))
+    model[1](torch.ones(1, 8)).sum().backward()
+    before = model[1].weight.grad.clone()
+    model.double()
+    assert model[1].weight.grad.equal(before.double())
+    model[1].weight.square().sum().backward()
+    assert model[1].weight.grad.equal(before.double() + 2 * model[1].weight)

@@ -366,7 +366,8 @@ class _AllGatherHook(_Hook, AllGather):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        backward = 1 + (self._sums.calls or self._shared.backwards)  # a frozen unit reduces no gradients
+        # a frozen unit reduces nothing; within a backward some units have reduced, and others gather before they do
+        backward = 1 + max(self._sums.calls, self._shared.backwards - 1)
         if self._shared.is_exact(backward) or not input_tensor.is_floating_point():
             exact: dist.Work | None = all_gather_single(output_tensor, input_tensor, group, async_op)
             return exact

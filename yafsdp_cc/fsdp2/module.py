@@ -379,6 +379,8 @@ class ShardedModule(FSDPModule, nn.Module):
                         moved = fn(ignored)
                     if moved.is_meta is ignored.is_meta:
                         ignored.data = moved
+                        if ignored.grad is not None:
+                            ignored.grad.data = fn(ignored.grad)
                     else:
                         fresh = with_grad_dtype(nn.Parameter(moved, ignored.requires_grad), ignored)
                         torch.utils.swap_tensors(ignored, fresh)  # the parameter remains the same object

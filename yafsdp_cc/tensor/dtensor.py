@@ -565,8 +565,8 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     locals_ = [local(value, each.name) for each, value in zip(func._schema.arguments, args, strict=False)]
     named = {name: local(value, name) for name, value in kwargs.items()}
     result = func._op(*locals_, **named)
-    for i in written:
-        increment_version(locals_[i])
+    for i, name in written.items():
+        increment_version(locals_[i] if i < len(args) else named[name])
     return result and [x if spec is None else wrap(x, spec) for x, spec in zip(result, specs, strict=True)]
 
 
@@ -615,7 +615,9 @@ def arguments_of_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     """Return the arguments of a reduction by name; refuse one over some dimensions, or into another tensor."""
     given = reductions.arguments_over_all(func, args, kwargs)
     if given is None:
-        raise refusal(func, specs_in(args)[0], " with out=" if "out" in kwargs else " over some of its dimensions")
+        raise refusal(
+            func, specs_in((args, kwargs))[0], " with out=" if "out" in kwargs else " over some of its dimensions"
+        )
     return given
 
 
