@@ -43,8 +43,8 @@ class UnevenBatches:
         """Parameters, with the factors that the loop of another ``uneven``, around this one, has given them."""
         self._begun = 0
         self._open = {0: 1.0}
-        """Weights of the block, number 0, and of the loops in it, the innermost last. A loop that was left stays until
-        Python frees it, or one around it goes on."""
+        """Weights of batches by the number of their loop, the innermost loop last; the block itself is number 0. The
+        entry of a loop that was left is removed when Python frees the loop, or when a loop around it goes on."""
         self._weigh()
 
     def __call__(self, batches: Iterable[Batch]) -> Iterator[Batch]:

@@ -137,7 +137,8 @@ def load_from(
             named = _named_as_saved(model, own, [path[1] for path in paths if path[0] == "state" and path[1:]])
             _check_optimizer(reader.contents, named, folder)
             state[OPTIMIZER] = empty_optimizer_state(named, reader.contents)
-    with together(group):  # apart from the checks above: each file is read by all ranks together
+    # A context of its own: ranks read each file together, and one that the checks above refuse would not come.
+    with together(group):
         extra = files.read_extra(of_ranks, *place_in(group), folder)
         state |= compression.empty_state(model, reader.contents, extra, of_ranks, bool(optimizers))
     state |= replicas.empty_state(model, reader.contents)
@@ -205,7 +206,7 @@ def read_into(state: dict[str, Any], reader: CheckpointReader, group: Group, dry
 
 
 def model_part(contents: Metadata, folder: Path) -> dict[str, Any]:
-    """Return the stored entries of a model's state by name; raise if the checkpoint has no part for a model.
+    """Return the stored entries of a model's state by name; raise if there is no model in the checkpoint.
 
     The value of an extra state, which may have several entries, is None.
     """

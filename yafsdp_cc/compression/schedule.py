@@ -174,7 +174,7 @@ class CompressionSchedule(CompressionObserver):
 
     @property
     def is_controlled(self) -> bool:
-        """Whether an optimizer sets the phase."""
+        """Whether an optimizer sets ``phase``, as 1-bit optimizers do."""
         return self.controller is not None
 
     @property

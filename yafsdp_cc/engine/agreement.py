@@ -98,7 +98,7 @@ class Agreement(StepState):
         self.followers[self.path] = self.followers[self.context] = self.hash(operation)
 
     def _goes_on(self, operation: Operation) -> bool:
-        """Return whether ``operation`` counts on over units, also where up to three kinds of operations take turns."""
+        """Return whether ``operation`` is the one before on the next unit, also where up to three kinds take turns."""
         for period in range(1, _SHOWN // 2 + 1):
             before = list(self.last)[-2 * period :: period]
             if len(before) == 2 and (step := _next_number(*before)) is not None:

@@ -394,7 +394,7 @@ class FSDPState(_ModelStep):
         return args, kwargs, partial(self.post_forward, entered)
 
     def post_forward(self, entered: GroupForward, output: Any) -> Any:
-        """End a forward of a group's module: the buffer may be refilled, and outputs tell when the backward begins."""
+        """End a forward of a group's module: the buffer may be refilled, hooks of the outputs begin the backward."""
         group, unsharded = entered.group, entered.unsharded
         if entered.span is not None:
             group.forward_span.end(entered.span)
@@ -481,7 +481,8 @@ class FSDPState(_ModelStep):
                 "would read are gone by then. Compute gradient penalties on an unsharded model"
             )
         backward = self.enter_backward()
-        if not backward.wants_grads:  # else the root gate uncounts the forward; it may be out of reach
+        # Where gradients are wanted, the root gate's backward ends the count of this forward; else it may not come.
+        if not backward.wants_grads:
             self._stop_awaiting(iteration)
         return backward
 

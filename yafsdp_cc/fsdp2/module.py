@@ -427,7 +427,7 @@ class ShardedModule(FSDPModule, nn.Module):
                 outdate(spec)
 
 
-# Functions, as methods of these names might be attributes of the user's module.
+# _spec and _specs are no methods: an attribute of the user's module might have the name.
 def _spec(module: nn.Module) -> ParamGroupSpec:
     spec: ParamGroupSpec = module.__dict__[SPEC]
     return spec

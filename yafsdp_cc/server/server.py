@@ -244,7 +244,7 @@ class ParameterServer:
                 raise self._error(f"not all that was pushed arrived within {self._timeout}")
             yield
         with self._naming():
-            dist.barrier(self._group)  # another rank's push could reach this shard before its own is copied or loaded
+            dist.barrier(self._group)  # else a push of a rank that is ahead could change a shard that is still copied
 
     def _views(self, flat: Tensor) -> list[Tensor]:
         """Return a view of each parameter's elements in ``flat`` [ranks, chunk], in the parameter's shape."""

@@ -153,7 +153,7 @@ class _Watch(threading.Thread):
         return told
 
     def _tell(self, ranks: list[int], engines: list[GroupContext]) -> bool:
-        """Print what the ranks do, if this rank is the lowest that writes; return whether there was a reason to."""
+        """Print what all ranks do, on the lowest rank that still writes to the store; return whether it was printed."""
         seen: dict[int, _Seen] = {}
         for rank in ranks:
             if self._store.check([_key(rank)]):

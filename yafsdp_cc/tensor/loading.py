@@ -131,7 +131,7 @@ def take_over(param: FSDPParam, value: Tensor) -> None:
     if value is param.parameter or (value.is_meta and param.local.is_meta):
         return
     if value.is_meta:
-        raise ValueError(f"'{param.spec.name}' has values, which one on the meta device would replace: leave it out")
+        raise ValueError(f"'{param.spec.name}' has values, and its new value is on the meta device: leave it out")
     if value.dtype != param.local.dtype:
         raise ValueError(
             f"load_state_dict(assign=True) would make {value.dtype} of '{param.spec.name}', which is sharded as "

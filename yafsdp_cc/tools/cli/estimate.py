@@ -163,7 +163,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _check(flags: argparse.ArgumentParser, asked: argparse.Namespace) -> None:
-    """Complete the flags from the GPU's row; refuse those that do not go together."""
+    """Complete the flags by the figures of the GPU that was named; refuse those that do not go together."""
     asked.node = asked.node or (NODE if asked.gpu or asked.within else 1)
     asked.peak = asked.memory_rate = None
     if asked.gpu:

@@ -153,7 +153,7 @@ class _Copies:
 
 
 def _lock(log: int, path: Path) -> None:
-    """Warn if another launcher writes this log, too; ranks run all the same."""
+    """Warn if another launcher writes this log, too; the ranks run nevertheless."""
     try:
         fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -41,7 +41,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 """Settings of the engine in each row of the table, the simpler one first; ``fsdp2`` is by torch's own engine."""
 FIRST_ROUND = 0.75
-"""Share of all time that the first round may take, as its steps are for the loss, too."""
+"""Share of the time for all rounds that the first one may take, whose steps also show how the loss falls."""
 SHORT, TIMED = 2, 8
 """Largest number of steps before the timed ones, in rounds after the first, and of timed steps."""
 PATIENCE = 30.0
