@@ -16,11 +16,11 @@ Span: TypeAlias = "tuple[float, float]"
 """A stretch of time (begin, end)."""
 
 
-def joined(spans: Iterable[Span]) -> list[Span]:
-    """Return the time of ``spans`` in as few spans as possible, in order."""
+def joined(spans: Iterable[Span], gap: float = 0.0) -> list[Span]:
+    """Return the time of ``spans`` in as few spans as possible, in order; spans at most ``gap`` apart are joined."""
     found: list[Span] = []
     for begin, end in sorted(spans):
-        if found and begin <= found[-1][1]:
+        if found and begin <= found[-1][1] + gap:
             found[-1] = found[-1][0], max(found[-1][1], end)
         else:
             found.append((begin, end))
