@@ -567,7 +567,7 @@ def poisoned_buffers(model: nn.Module, nap: Callable[[], None]) -> Iterator[None
     owners = {}
     for group in state.groups:
         if flats := [flat for flat in group.flats if flat.trainable]:
-            buffer = group.grad_buffer(unsharded_grad_bytes(flats))
+            buffer = group.grad_buffer(unsharded_grad_bytes(flats), keeps=False)
             owners[id(buffer.handle)] = group
 
     def issue_late(self: CudaCommStream, handle: Any, start: Any, finish: Any = None, after: Any = None) -> None:
