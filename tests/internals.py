@@ -41,7 +41,7 @@ from yafsdp_cc.forms import offload
 from yafsdp_cc.forms.offload import HostTransfer, HostTransfers
 from yafsdp_cc.fsdp2 import module
 from yafsdp_cc.fsdp2.module import ShardedModule, require_state
-from yafsdp_cc.ranks import groups, mesh
+from yafsdp_cc.ranks import checks, groups, mesh
 from yafsdp_cc.sharding import assembly
 from yafsdp_cc.tensor import dtensor, reductions, rows
 from yafsdp_cc.tensor.dtensor import FlatDTensor
@@ -210,7 +210,7 @@ def autotuner_of(model: nn.Module) -> CodecAutotuner:
 
 def set_patience(seconds: float) -> None:
     """Set how long a rank whose collective fails waits for what the others tell."""
-    agreement._TIMEOUT = seconds
+    checks._TIMEOUT = seconds
 
 
 def set_tuned_codecs(model: nn.Module, codecs: Sequence[str]) -> None:

@@ -61,8 +61,10 @@ _REFUSED = (LBFGS, MatrixOptimizer, OneBitOptimizer)
 
 
 class _Bound(NamedTuple):
-    """Attribute of parameters whose replicas are synchronized: a dictionary from parameters to their ``ReplicaSync``,
-    which refers to the parameters, would never free them."""
+    """Attribute of each parameter whose replicas are synchronized.
+
+    A dictionary from parameters to their ``ReplicaSync``, which refers to the parameters, would never free them.
+    """
 
     sync: ReplicaSync | None
     is_trained: bool
