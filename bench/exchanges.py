@@ -42,7 +42,7 @@ from yafsdp_cc.engine.protocols import AllGather, ReduceScatter
 from yafsdp_cc.sharding.links import probe_links
 from yafsdp_cc.table import table
 from yafsdp_cc.tools.netlab import Lab, namespaces
-from yafsdp_cc.tools.netlab.links import bits_per_second
+from yafsdp_cc.tools.netlab.links import UNSHAPED, bits_per_second
 
 SIZES = (1 << 16, 1 << 20, 1 << 24, 1 << 26)
 """Bytes of a buffer."""
@@ -445,6 +445,8 @@ def _run_on_links(
 ) -> dict[str, Any]:
     if not names:
         raise ValueError(f"with --bandwidth, exchanges compares {', '.join(ROUTES)}: name one of these")
+    if UNSHAPED in bandwidths:
+        raise ValueError(f"bandwidth {UNSHAPED}: exchanges have links that are four times as slow, name a rate")
     found: dict[str, Any] = {}
     for count in ranks:
         with Lab(count, delay_ms=delay_ms) as lab:

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from bench.contestants import Contestant
 
 MATCHED = "matched"
+HEADS = 6
 
 
 class Turn(NamedTuple):
@@ -76,7 +77,7 @@ class Trainer:
     def __init__(self, contestant: Contestant, mesh: DeviceMesh, setup: Setup) -> None:
         torch.manual_seed(0)
         sync = None if contestant.maker == "synchronous" else getattr(replicas, contestant.maker)(**contestant.settings)
-        model = GPT(setup.width)
+        model = GPT(setup.width, heads=HEADS)
         self.waits = setup.device_time
         """Seconds of a step that forward and backward sleep; two thirds of them in the backward."""
         self._blocks = len(model.blocks)
@@ -115,10 +116,12 @@ def run(
         setup: as ``Setup`` has it.
 
     Raises:
-        ValueError: no such network is possible; nothing was started.
+        ValueError: no such network or model is possible; nothing was started.
         Unavailable: this machine cannot have a network of its own.
     """
     chosen = Setup(**setup)
+    if chosen.width % HEADS:
+        raise ValueError(f"width={chosen.width}: the model has {HEADS} heads, write a multiple of {HEADS}")
     for bandwidth in bandwidths:
         if bandwidth != MATCHED:
             bits_per_second(bandwidth)
@@ -173,7 +176,7 @@ def _on_rank(
 
     def matched() -> str:
         """Return the rate at which the exact sum over replicas takes ``length`` seconds."""
-        elements = sum(each.numel() for each in GPT(setup.width).parameters())
+        elements = sum(each.numel() for each in GPT(setup.width, heads=HEADS).parameters())
         buffer, bits = torch.zeros(elements // setup.shards, device="cpu"), 32 * elements / length
         for _ in range(2):  # the first turn only estimates
             shape_links(f"{bits / 1e3:.0f}kbit")

@@ -30,6 +30,8 @@ OURS = "ours int8 / int8 weights"
         (["--suite=exchanges", "--steps=3"], "--steps is for --suite train, slow, pipeline and replicas"),
         (["--suite=exchanges", "--delay-ms=3"], "--delay-ms needs --bandwidth"),
         (["--suite=exchanges", "--ranks=3"], "ranks=3: buffers are divided among 2, 4, 8"),
+        (["--suite=exchanges", "--bandwidth=unshaped"], "bandwidth unshaped: exchanges have links that are four"),
+        (["--suite=replicas", "--width=64"], "width=64: the model has 6 heads, write a multiple of 6"),
         (["--bandwidth=100mbit,100mbits"], "bandwidth '100mbits': write 100mbit, 2.5gbit, 500kbit or unshaped"),
         (["--delay-ms=-1"], "delay_ms=-1.0: 0 to 10000 milliseconds"),
         (["--ranks=1"], "ranks=1: nothing crosses a network among fewer than 2"),
@@ -141,10 +143,11 @@ def test_whole_runs_are_told_by_what_they_learn(tmp_path: Path) -> None:
 def test_ctrl_c_ends_everything(tmp_path: Path) -> None:
     with lab_of(ranks=2):
         pass
-    flags = ["--contestants=ours exact bf16", "--bandwidth=unshaped", "--rounds=10000", "--steps=1"]
+    flags = ["--suite=replicas", "--contestants=overlap", "--ranks=2", "--width=48", "--bandwidth=unshaped"]
+    flags += ["--rounds=10000", "--steps=1"]
     with started(*flags, folder=tmp_path, main=lambda argv: cli.interruptible(lambda: main(argv))) as process:
         assert process.stderr is not None
-        assert any("unshaped 1/10000 ours exact bf16" in line for line in process.stderr)
+        assert any("unshaped 1/10000 overlap" in line for line in process.stderr)
         os.killpg(process.pid, signal.SIGINT)
         _, err = process.communicate(timeout=60)
         assert process.returncode == 130

@@ -15,13 +15,13 @@ NAMES = ("synchronous", "overlap", "gossip", "sparseloco")
 
 
 def test_turns_count_what_crosses_between_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replicas, "GPT", functools.partial(GPT, depth=2, heads=2))
+    monkeypatch.setattr(replicas, "GPT", functools.partial(GPT, depth=2))
     monkeypatch.setattr(train, "SEQUENCES", 1)
-    elements = sum(each.numel() for each in GPT(64, 2, 2).parameters())
+    elements = sum(each.numel() for each in GPT(48, 2).parameters())
     with lab_of(ranks=4, ranks_per_machine=2) as lab:
         chosen, setup = (
             {name: REPLICAS[name] for name in NAMES},
-            replicas.Setup(shards=2, width=64, slowdown=1.5, downlink=2.0),
+            replicas.Setup(shards=2, width=48, slowdown=1.5, downlink=2.0),
         )
         per_rank = lab.run(replicas._on_rank, lab, chosen, ("unshaped", "matched"), 1, 2, setup)
     assert len({rates["matched"] for rates, _ in per_rank}) == 1
