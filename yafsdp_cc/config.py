@@ -132,7 +132,7 @@ class PrecisionSection(BaseModel):
     output: Dtype | None = None
     """Dtype of the model's output. Not with fully_shard."""
     cast_forward_inputs: bool = True
-    """Whether the model's inputs are cast to param."""
+    """Whether the model's inputs are cast to the dtype ``param``."""
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -165,7 +165,7 @@ class CompressionFields:
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Optimizer steps before anything is encoded."""
     block: Block = 256
-    """Elements that share a scale: 64, 128 or 256; more only in models that are sharded with this same setting."""
+    """Number of elements that share a scale: 64, 128 or 256, or up to 4,096 if the model is sharded with that many."""
     matrix_rank: Positive = 8
     """Columns of the factors of ``"powersgd"``: as many bytes as PowerSGD of half the rank, which sends both."""
     overrides: Mapping[str, str] = field(default_factory=dict)

@@ -55,7 +55,7 @@ class BatchRollback:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the copies."""
+        """Bytes of the copies of storages that a skipped batch would change."""
         return sum(each.nbytes for each in self._copies.values())
 
     @torch.no_grad()

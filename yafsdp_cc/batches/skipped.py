@@ -157,7 +157,7 @@ class _Peers:
         self.failures = 0
         """Number of failed blocks that this rank has ended so far."""
         self.in_a_row = 0
-        """Number of batches skipped since the last one that counted."""
+        """Number of batches skipped since the last batch that every rank kept."""
         self._group = weakref.ref(votes)  # weak: only torch keeps the group, until destroy_process_group()
         store: Any = _get_default_store()
         self._store: Store = store.clone()

@@ -129,7 +129,7 @@ _END: Any = object()
 
 
 class _Loop(Iterator[Batch]):
-    """Batches of a generator that ``for`` alone holds, so that a ``break`` frees it, whoever holds this object."""
+    """Iterator over batches, to which ``for`` alone refers: a ``break`` frees it even while this object lives."""
 
     def __init__(self, begin: Callable[[], Iterator[Batch]]) -> None:
         self._begin = begin

@@ -134,7 +134,7 @@ class Replacement:
         """Delete the folder of this save, with the content that was replaced, or that was never committed."""
         if self._lock.closed:
             return
-        if self._previous.exists() and not self._path.exists():  # ``commit`` ended between two renames
+        if self._previous.exists() and not self._path.exists():  # ``commit`` was killed between its two renames
             os.rename(self._previous, self._path)
         shutil.rmtree(self._folder, ignore_errors=True)
         with suppress(OSError):

@@ -31,7 +31,7 @@ from yafsdp_cc.replicas.sync import local_of, sync_of
 Group: TypeAlias = "tuple[dist.ProcessGroup, ...]"
 """A gloo group, as ``ranks.mesh`` takes it; () for a single process."""
 _COMPARED = 16
-"""Number of a parameter's elements, at most, that ranks compare: parameters of other modules differ in their first."""
+"""Number of elements of a parameter, at most, that ranks compare: the first ones tell two parameters apart."""
 
 
 class Ranks(NamedTuple):

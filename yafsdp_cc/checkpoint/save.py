@@ -135,7 +135,7 @@ def collect(
         own = compression.local_state(model, tuned=compression.RESIDUALS not in compressed)
         content = files.pack_extra({**extra, **own})
     _check_alike(state, group)
-    # an asynchronous save must not issue a reduction that nobody has read, among training's collectives
+    # a sum over ranks that nobody has read yet is computed here: an asynchronous save would issue it amid training's
     return tree_map_only(LazyReduction, LazyReduction.value, state), content
 
 

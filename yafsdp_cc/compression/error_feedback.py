@@ -424,7 +424,7 @@ class Encoder(ABC):
 
     @abstractmethod
     def sent_bytes(self) -> int:
-        """Return the bytes that this rank sends by the next ``start``."""
+        """Return the number of bytes that this rank will send in the next call of ``start``."""
 
     def planned_bytes(self) -> int:
         """Return the bytes that this rank sends per ``start``, on average."""

@@ -114,7 +114,7 @@ class CodecFallback(CompressionObserver):
             return
         self.judge()
         if self._form != (form := (self._schedule.controller, self._schedule.beta > 0)):
-            # a momentum is many times larger than gradients, and fills anew
+            # norms of before tell nothing: a momentum is many times larger than gradients, and begins at zero
             self._form, self._forwards, self._strikes, self._smallest = form, 0, {}, {}
         if not self._schedule.phase.encodes or not self._has_reduced:
             return

@@ -135,7 +135,7 @@ class LowRank:
         self.restart()
 
     def restart(self) -> None:
-        """Set the factors to the random ones of the first message."""
+        """Set the factors to the random values from which the first message starts."""
         draws = torch.Generator("cpu").manual_seed(zlib.crc32(self._name.encode()))
         for pair in self._pairs:
             for factor in pair:

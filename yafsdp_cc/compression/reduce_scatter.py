@@ -120,7 +120,7 @@ class CompressedSum(Collective):
         self._encoder = None if self.codec_name == EXACT else self._make_encoder(codec)
         self._encodes = self._keeps_exact = self._adds_exact = False
         self._waits = False
-        """Whether ``exact_mean`` has partial sums that wait for a sum over replicas, and ``.grad`` does not yet."""
+        """Whether ``exact_mean`` has sums that are to be summed over replicas before they are added to ``.grad``."""
         self._frozen: list[FSDPParam] = []
         """Parameters of the buffer of which this sum has no gradient, as they are frozen, while others are trained."""
         self._deferred: set[FSDPParam] = set()

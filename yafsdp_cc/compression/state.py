@@ -124,7 +124,7 @@ def mean_estimates(state: FSDPState) -> dict[str, FlatDTensor]:
         if compressed.estimate is not None:
             total = compressed.estimate / _estimate_units(state, compressed)
             if isinstance(compressed, CompressedReduceScatter):
-                for group in all_groups(state.context.info.mesh)[1:]:  # each replica has estimates of its own
+                for group in all_groups(state.context.info.mesh)[1:]:  # each replica has its own estimates of gradients
                     dist.all_reduce(total.div_(group.size()), group=group)
             found |= _by_name(flat, total)
     return found

@@ -187,7 +187,7 @@ class ReplicatedParams:
             else:
                 param.accumulate_grad(grad)
         for param, leaf in zip(self.params, self.leaves, strict=True):
-            if leaf.grad is not None:  # reentrant checkpointing has recomputed operations on the leaf
+            if leaf.grad is not None:  # reentrant checkpointing has run a backward of its own, which ends at the leaf
                 param.accumulate_grad(leaf.grad)
                 leaf.grad = None
 

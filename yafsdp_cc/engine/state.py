@@ -325,7 +325,7 @@ class FSDPState(_ModelStep):
         iteration, self.iteration, self._caller = self.iteration, None, None
         if iteration is not None:
             iteration.anchor = None  # the iteration would keep its own graph alive through its anchor
-            if iteration.trains or iteration.trained:  # count a forward whose backward may come
+            if iteration.trains or iteration.trained:  # this forward counts as open: its backward may come
                 iteration.awaited_version = version = self._version()
                 if version != self._awaited_version:
                     self.awaited_backwards, self._awaited_version = 0, version
@@ -624,7 +624,7 @@ class FSDPState(_ModelStep):
         if not self.backwards:
             hooked, self._hooked = self._hooked, {}
             with torch.no_grad():
-                for param in hooked:  # in the same order on all ranks: hooks may communicate
+                for param in hooked:  # all ranks run hooks in this order, since hooks may communicate
                     for hook in (param.parameter._post_accumulate_grad_hooks or {}).values():
                         hook(param.parameter)
 

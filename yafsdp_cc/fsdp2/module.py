@@ -507,7 +507,7 @@ def make_sharded(module: nn.Module, spec: ParamGroupSpec) -> None:
         sharded = type(f"FSDP{own.__name__}", (ShardedModule, own), {"__module__": own.__module__})
         _sharded_classes[own] = sharded
     module.__class__ = _sharded_classes[own]
-    # torch's ``replicate`` and DDP leave out modules that this registry names
+    # torch's ``replicate`` and DDP leave out modules that have this mark of ``fully_shard``
     registry = module.__dict__.setdefault(REGISTRY_KEY, {})
     registry["fully_shard"] = RegistryItem()
     undo_later(module, functools.partial(_unregister, module))
@@ -788,8 +788,8 @@ def _unsharded_parameter(
 
 
 def is_first_of_model(state: FSDPState) -> bool:
-    """Return whether this rank is the lowest of all that hold a part of the model: groups number ranks in that order,
-    in which a mesh need not have them."""
+    """Return whether this rank is the lowest of all that hold a part of the model. Process groups number their ranks
+    in ascending order, a mesh may list them in any."""
     return dist.get_rank() == ranks_of_model(state)[0]
 
 

@@ -392,7 +392,7 @@ class OneBitOptimizer(Optimizer):
             compressed.momentum = compressed.exact_mean = compressed.carried_over = None
             compressed.clear()
             if hasattr(compressed, "context"):
-                compressed.bind(compressed.context)  # for exact sums: a backward may come before the next forward
+                compressed.bind(compressed.context)  # a backward that comes before the next forward sums exactly
         self._schedules = tuple(states)
         return states.values()
 
@@ -481,7 +481,7 @@ class OneBitOptimizer(Optimizer):
         self.update_phase()
 
     def update_phase(self) -> None:
-        """Set the schedules' phase again after limits for clipping have changed."""
+        """Set the phase of the compression schedules after limits for clipping have changed."""
         for schedule in self._schedules:
             schedule.phase = self._phase_now
 

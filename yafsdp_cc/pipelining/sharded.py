@@ -31,7 +31,7 @@ class ShardedStage(PipelineStage):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.dw_builder = lambda: lambda: None  # torch's stage would compute gradients of weights in what it returns
+        self.dw_builder = lambda: lambda: None  # the function of torch's stage computes gradients of weights
         self._backwards = 0
         self._takes_mean = False
 

@@ -173,7 +173,7 @@ class Plan:
     owners: tuple[PlannedOwner, ...] = ()
     """Matrices that each rank owns whole; empty with ``ownership="flat"``."""
     choices: tuple[PlannedChoice, ...] = ()
-    """Bytes and residuals of each codec, where gradients are encoded."""
+    """Bytes that each codec sends and bytes of its residuals; empty unless gradients are encoded."""
     delta_bytes: int = 0
     """Bytes of scratch for encoded weights and deltas of weights."""
     transfer_bytes: int = 0

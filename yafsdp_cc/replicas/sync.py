@@ -161,7 +161,7 @@ class ReplicaSync(ABC):
     def compare_steps(self) -> None:
         """Raise a ``RuntimeError`` if replicas have made different numbers of steps. A collective."""
 
-    # Shared by all subclasses
+    # Methods that no subclass overrides
 
     def connect(self, model: nn.Module, mesh: DeviceMesh | None) -> None:
         """Make ``comm``, and copy the first replica's weights and buffers to all."""
@@ -242,7 +242,7 @@ class ReplicaSync(ABC):
         return [local_of(each) for each in self.parameters.values()]
 
     def remember_weights(self) -> None:
-        """Let ``changed`` tell of changes from now on."""
+        """Note the version of each parameter: ``changed`` tells which have changed since."""
         self._versions = [each._version for each in self.locals()]
 
     def changed(self) -> list[str]:

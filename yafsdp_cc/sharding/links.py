@@ -123,7 +123,7 @@ def _trial_numbers(comm: Communicator) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def _try_exchange(gather: Communicator, reduce: Communicator, dtype: torch.dtype) -> str:
-    """Sum and gather numbers that are exact in any order and dtype of addition; return the error, or ""."""
+    """Try the collectives on numbers whose sum is exact in any order and dtype; return what went wrong, or ""."""
     device, (mine, totals) = gather.device, _trial_numbers(gather)
     grads = mine.to(device, dtype).view(-1)
     gathered = torch.zeros_like(grads)

@@ -187,7 +187,7 @@ def _extension_of(owned: OwnedParameter, plan: ShardingPlan) -> Extension | None
     if subclass is None or not subclass.extends_all_gather:
         return None
     mesh = plan.info.mesh
-    if mesh.ndim > 1:  # ``check_subclasses`` has seen that its dimensions have names
+    if mesh.ndim > 1:  # ``check_subclasses`` refuses a mesh whose dimensions have no names
         mesh = mesh[cast("tuple[str, ...]", mesh.mesh_dim_names)[-1]]
     dtype = plan.policy.param_dtype or parameter.dtype
     return Extension(subclass, mesh, owned.sites[0][0], plan.policy, dtype)

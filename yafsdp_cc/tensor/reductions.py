@@ -60,7 +60,7 @@ class Reduction(NamedTuple):
         return results if self.order in (0, 1) else results.pow(self.order)
 
     def from_partial(self, partials: torch.Tensor) -> torch.Tensor:
-        """Convert partials, reduced over ranks, to the result of the operation."""
+        """Convert partials, reduced over ranks, to the result of the sum, norm or extreme."""
         if not self.is_sum:
             return partials if self.order > 0 else -partials
         if self.order in (0, 1):
@@ -209,8 +209,8 @@ class LazyReduction(DTensor):
         return _differentiable_copy(self)
 
     def to_local(self, **_: Any) -> torch.Tensor:
-        """Return the value, which every rank has whole; outside of autograd no copy of it, since checkpoints of
-        optimizer state are loaded into it."""
+        """Return the result, which every rank has whole; outside of autograd not a copy, since checkpoints of optimizer
+        state are loaded into what this returns."""
         return self.full_tensor() if self.requires_grad and torch.is_grad_enabled() else self.value()
 
     def numpy(self, *, force: bool = False) -> Any:

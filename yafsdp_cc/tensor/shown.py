@@ -134,7 +134,7 @@ class CastWhenUsed(DTensor):
         return cast("DTensor", self._cast()).full_tensor(**options)
 
     def to_local(self, **options: Any) -> torch.Tensor:
-        """Return this rank's elements, cast."""
+        """Return the parameter's elements on this rank, cast."""
         return cast("DTensor", self._cast()).to_local(**options)
 
     def redistribute(self, *arguments: Any, **options: Any) -> DTensor:

@@ -103,7 +103,7 @@ class Metrics:
         """
         self.steps_made += 1
         self._pending += 1
-        self._tokens = self._tokens + tokens  # a tensor of one element may be on a GPU: read when it is reported
+        self._tokens = self._tokens + tokens  # the count may be on a GPU: it is read when it is reported
         at_edge = self.steps_made in (self._first + 1, self._total)
         if values or (self._every and (at_edge or self.steps_made % self._every == 0)):
             self.report(**({} if loss is None else {"loss": loss}), **values)
@@ -112,7 +112,7 @@ class Metrics:
     def report(self, **values: Tensor | float) -> None:
         """Report the steps since the last report now; tensors are averaged over the ranks, a collective."""
         means = self._means(values)
-        found = self._speed() if self._pending else {}  # a second report of one step has no times
+        found = self._speed() if self._pending else {}  # a step that is reported twice has times in its first report
         self._write("step", {**means, **found, **self._memory(), "step": self.steps_made})
 
     def _speed(self) -> dict[str, Any]:

@@ -11,7 +11,7 @@ def main(argv: list[str]) -> int:
     """Check the flags once, then launch; return the exit status of the job."""
     asked = parser().parse_args(argv)
 
-    import torch  # only after the flags are checked: importing it takes seconds
+    import torch  # only after the flags are checked: importing torch takes seconds
 
     from yafsdp_cc.tools.cli import launch
 

@@ -103,7 +103,7 @@ class _Job(NamedTuple):
     logs: RankLogs | None
     where: str
     is_again: bool
-    """Whether an earlier launcher of this node took part."""
+    """Whether an earlier launcher on this node took part in this run."""
     left: list[int]
     """Ranks of this node that had ended with status 0 when torch's agent last looked."""
 

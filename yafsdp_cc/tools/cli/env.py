@@ -18,7 +18,7 @@ def main(argv: list[str]) -> int:
     about = "Describes this machine and installation for a report of a problem: torch.utils.collect_env, and more."
     argparse.ArgumentParser(prog="yafsdp-cc env", description=about, allow_abbrev=False).parse_args(argv)
 
-    import torch  # only after the flags are checked: importing it takes seconds
+    import torch  # only after the flags are checked: importing torch takes seconds
     from torch.utils.collect_env import get_pretty_env_info, run
 
     from yafsdp_cc.compression.error_feedback import ops_for

@@ -17,7 +17,7 @@ GPU, or by Nsight Systems (nsys), whose command is printed. Afterwards: yafsdp-c
 
 
 def main(argv: list[str]) -> int:
-    """Run the script under the tool; return its exit status, or 1 where nothing was recorded."""
+    """Run the script under the profiler; return the script's exit status, or 1 where nothing was recorded."""
     parser = argparse.ArgumentParser(
         prog="yafsdp-cc profile",
         usage="%(prog)s [flags below] [torchrun's flags] script.py ...",

@@ -92,7 +92,7 @@ def _make_namespaces(machines: int) -> list[int]:
 
 
 def _connect(held: list[int], relayed: bool, single: bool) -> None:
-    """Join the machines by a bridge, unless a relay takes the ports; ``single``: every packet is to be a frame."""
+    """Join the simulated machines by a bridge, or leave their ports to a relay. ``single``: a packet is one frame."""
     # the relay takes a frame's receiver from the last bytes of the MAC address
     hardware = [f"02:00:00:00:00:{machine + 1:02x}" for machine in range(len(held))]
     hub = [] if relayed else ["link add hub type bridge mcast_snooping 0", "link set hub addrgenmode none up"]

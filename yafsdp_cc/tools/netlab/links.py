@@ -44,7 +44,7 @@ class Traffic(NamedTuple):
 
     @property
     def payload_sent(self) -> int:
-        """Bytes sent without headers."""
+        """Bytes sent, without their packets' headers."""
         return self.sent - HEADERS * self.frames_sent
 
 
@@ -100,7 +100,7 @@ class Links(NamedTuple):
         }
 
     def inside(self, namespace: str) -> list[str]:
-        """Return the beginning of a command line that runs in a network namespace of the lab."""
+        """Return the beginning of a command line that runs on a simulated machine, in its network namespace."""
         is_ours = os.path.samefile(self.user, "/proc/self/ns/user")
         user = [] if is_ours else ["--preserve-credentials", f"--user={self.user}"]
         return ["nsenter", *user, f"--net={namespace}", "--"]

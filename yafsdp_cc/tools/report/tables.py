@@ -20,7 +20,7 @@ Rows = list[list[str]]
 
 Count: TypeAlias = Annotated[int, Field(ge=0, le=1 << 53)]
 Figure: TypeAlias = Annotated[float, Field(ge=-1e300, le=1e300)] | None
-"""A figure of a table; None is a number that was not finite."""
+"""A number in a table of the report; None stands for one that was not finite."""
 
 
 class _Line(BaseModel):
