@@ -45,12 +45,12 @@ ENCODED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of unsharded weights that may be gathered encoded."""
 
 _UNKNOWN, _BEHIND = -2, -1
-"""Values in place of the version of kept weights, to which deltas are added: there are none; those of a checkpoint,
-which may lack the last steps of their shard."""
+"""In place of the version number of kept weights: ``_UNKNOWN`` where a rank keeps none, ``_BEHIND`` for weights of a
+checkpoint that lack the last optimizer steps of their shard."""
 
 _ON_CPU, _ON_CUDA = 1 << 18, 1 << 25
-"""Elements of all ranks that are decoded at once: as many as fit in a processor's cache, or 128 MiB of fp32 on a GPU,
-enough to be worth the kernel launches."""
+"""Number of weights, of all ranks together, that are decoded at once: as many as fit in a processor's cache, or 128 MiB
+of fp32 on a GPU, enough to be worth the kernel launches."""
 
 _DIFFERENCE, _CAST = "weight difference", "fp32 weights"
 
@@ -83,7 +83,7 @@ class Messages:
 
 
 class EncodedAllGather(ExactAllGather):
-    """The base of all-gathers that encode weights while the schedule's ``Phase`` does, and else are exact."""
+    """The base of all-gathers that encode weights in each ``Phase`` with ``encodes_weights``, and else are exact."""
 
     has_finish = True
     prepares = False
@@ -109,7 +109,7 @@ class EncodedAllGather(ExactAllGather):
 
 
 class RoundedAllGather(EncodedAllGather):
-    """All-gathers encoded weights, decoded into any buffer."""
+    """All-gathers weights encoded in few bits, and decodes them into a buffer whose former contents do not matter."""
 
     _rounds = False
 
@@ -142,7 +142,7 @@ class DeltaAllGather(EncodedAllGather):
                    └──────── steps ────────┘                      └── steps ──┘
 
     Steps are small, so few bits encode their sum well; loaded weights may differ by any amount. Only
-    ``torch.optim.Optimizer`` reports its steps: any other change ends the run of versions. It is the same on all ranks.
+    ``torch.optim.Optimizer`` reports its steps: any other change ends the run of versions, on all ranks alike.
     """
 
     builds_on_held = True
@@ -150,19 +150,19 @@ class DeltaAllGather(EncodedAllGather):
     def __init__(self, flat: FlatParam, schedule: CompressionSchedule, codec: Codec) -> None:
         super().__init__(flat, schedule, codec)
         self._first, self._last = 0, _UNKNOWN
-        """First and last version of the latest run of steps."""
+        """First and last version of the shard in the latest run of optimizer steps without other changes."""
         self.always_exact = False
-        """Whether ``CodecFallback`` has ended deltas: every gather is exact."""
+        """Whether ``CodecFallback`` has ended deltas, so that weights are always gathered exactly."""
         self.compression_error: CompressionError | None = None
-        """Observer of messages while compression errors are measured; else None."""
-        unit = 5 * codec.block  # parts are whole fives of blocks, which ternary packs together
+        """What messages have lost since ``watch``, while compression errors are measured; else None."""
+        unit = 5 * codec.block  # ``Ternary`` packs five blocks together: no part may divide them
         most = (_ON_CUDA if flat.device.type == "cuda" else _ON_CPU) // flat.layout.world
         self._part = max(most // unit, 1) * unit
         """Number of elements of a part of a chunk; each part is a message of its own."""
         self._casts = flat.device.type == "cpu" and flat.compute_dtype != torch.float32
         """Whether torch would allocate an fp32 copy of kept weights in ``sub`` and ``add``; scratch then holds it."""
         self._resumed: tuple[Tensor, int] | None = None
-        """Kept weights of a checkpoint [chunk] and their version, gathered before the next delta; else None."""
+        """Kept weights [chunk] loaded from a checkpoint, with their version, until they are gathered; else None."""
         self._sends_delta = False
         self._counts = counts_of(flat.layout, codec.block, flat.device, range(flat.rank, flat.rank + 1))
 
@@ -181,7 +181,7 @@ class DeltaAllGather(EncodedAllGather):
         return ExactAllGather.planned_bytes(self) if self.always_exact else super().planned_bytes()
 
     def watch(self) -> CompressionError:
-        """Measure what messages lose from the next one on, until ``compression_error`` is None again."""
+        """Measure what messages lose, beginning with the next message, until ``compression_error`` is None again."""
         kept = 1 - lost_share(self._codec.name, self._codec.block)
         self.compression_error = CompressionError(self.flat.device, kept)
         return self.compression_error
@@ -207,7 +207,7 @@ class DeltaAllGather(EncodedAllGather):
         return works if has_resumed else super().start(output, held, scratch, async_op)
 
     def stepped(self, before: int, after: int) -> None:
-        # a step that begins outside of the run: something else has changed the shard (nested steps begin inside)
+        # a step from a version outside of the run: something else has changed the shard (nested steps begin inside)
         if not self._first <= before <= self._last:
             self._first = before
         self._last = after
@@ -274,7 +274,7 @@ class DeltaAllGather(EncodedAllGather):
     # In checkpoints ------------------------------------------------------------------------------------------------
 
     def kept_state(self) -> tuple[Tensor, bool] | None:
-        """Return this rank's chunk of the kept weights, and whether they lack steps that are still to be sent.
+        """Return this rank's chunk of the kept weights, and whether they lack steps that a delta has yet to send.
 
         The result is None if the next forward gathers the shards' own values. The call waits for gathers in flight.
         """
@@ -291,7 +291,7 @@ class DeltaAllGather(EncodedAllGather):
     @torch.inference_mode(False)
     @torch.no_grad()
     def resume(self, own: Tensor, behind: bool) -> None:
-        """Load what ``kept_state`` returned, on all ranks: the next gather into the buffer begins with these weights.
+        """Load the result of ``kept_state``, on all ranks: the next gather fills its buffer with these weights first.
 
         Args:
             own: [chunk], this rank's part of the kept weights.

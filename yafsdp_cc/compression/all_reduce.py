@@ -1,5 +1,5 @@
-"""The compressed all-reduce over replicas: every rank sends its message to all others, and all decode the same messages
-in rank order, so that all ranks get the same bits.
+"""The compressed all-reduce over replicas. With a codec every rank sends its message to all others, and all decode the
+same messages in rank order; with ``powersgd`` all decode the same summed factors. So all ranks get the same bits.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class CompressedAllReduce(CompressedSum, AllReduce):
         self._residual_shape = (1, flat.layout.chunks[flat.rank])
         self._exact = ExactAllReduce(flat.layout.chunks[flat.rank] * flat.sum_dtype.itemsize)
         self._exact_total: Tensor | None = None
-        """Partial sum [chunk] fp32 that is summed exactly besides, in ``Phase.BOTH``; else None."""
+        """Copy of the partial sum [chunk] fp32, which is summed exactly, too, in ``Phase.BOTH``; else None."""
         super().__init__(flat, schedule, codec)
 
     @property
@@ -101,7 +101,7 @@ class CompressedAllReduce(CompressedSum, AllReduce):
 
 
 class SharedMessages(CodecEncoder):
-    """Encodes a rank's partial sum; every rank gets every message."""
+    """Encodes a rank's partial sum by a codec, and sends the message to every rank."""
 
     def bind(self, context: CommContext) -> None:
         super().bind(context)

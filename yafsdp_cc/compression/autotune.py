@@ -75,7 +75,7 @@ def measure_link(context: CommContext, message_bytes: int) -> LinkCost:
     repeats = min(max(_TRIAL // (peers * size), 1), _MOST)
 
     def exchange(size: int, repeats: int) -> float:
-        """Return the seconds of the exchanges, the best of three: other work of the machine can only slow them down."""
+        """Return the seconds of ``repeats`` exchanges, the best of three trials: other work only slows trials down."""
         for name in (RECEIVED, SENT):
             context.scratch.reserve(name, peers * size)
         received, sent = (
@@ -136,12 +136,12 @@ class BackwardTimer(CompressionObserver):
         super().__init__()
         self.enabled = False
         self._finished: deque[list[tuple[str, list[tuple[Any, Any]]]]] = deque(maxlen=SAMPLES)
-        """Each finished backward's groups, with the (start, end), by ``_now``, of what was computed before a reduce."""
+        """Finished backwards: for each its groups, with the (start, end) of the computations before their reduces."""
         self._current: list[tuple[str, list[tuple[Any, Any]]]] | None = None
-        """Groups of the backward under way, as in ``_finished``; None while it is not timed."""
+        """Groups of the backward under way, as in ``_finished``; None while no backward is timed."""
         self._spans: list[tuple[Any, Any]] = []
         self._start: Any = None
-        """Start of the computation under way; None during a reduce or a wait."""
+        """Start of the computation under way, by ``_now``; None while the backward issues a reduce or waits."""
         self._waits = False
 
     def assembled(self, state: object) -> None:
@@ -161,7 +161,7 @@ class BackwardTimer(CompressionObserver):
             self._spans = []
 
     def after_reduce(self, group: str) -> None:
-        self._go_on()  # issuing the reduce, and perhaps encoding, is not the backward's computation
+        self._go_on()  # the time to encode gradients and issue a reduce is no computation of the backward
 
     def before_wait(self) -> None:
         self._waits |= self._stop()
@@ -186,7 +186,7 @@ class BackwardTimer(CompressionObserver):
         """
         order = [group for group, _ in self._finished[-1]] if self._finished else []
         same = [each for each in self._finished if [group for group, _ in each] == order]
-        same = same[1:] if len(same) > 2 else same  # caches were cold in the first backward
+        same = same[1:] if len(same) > 2 else same  # in the first backward caches were cold
         return [
             (group, median(sum(_between(*span) for span in each[index][1]) for each in same))
             for index, group in enumerate(order)
@@ -243,7 +243,7 @@ class Measurement(NamedTuple):
 # pipeline stages by hand.
 
 SLACK = 0.1
-"""A codec in use stays if it lies between the choices for a network faster and slower by this share."""
+"""Share by which ``adjust_codecs`` varies the network's speed: a codec in use stays if between the two choices."""
 _ROUNDING = 1e-9
 """Relative difference below which two times count as equal."""
 
@@ -261,10 +261,10 @@ class CodecCost(NamedTuple):
 
 
 class GroupCosts(NamedTuple):
-    """Costs of one parameter group, in the order in which a backward issues the reduces."""
+    """Costs of reducing one parameter group; lists of ``GroupCosts`` are in the order in which a backward reduces."""
 
     compute: float
-    """Seconds of computation between the group before issuing its reduce and this group issuing its own."""
+    """Seconds of computation from the moment the group before issues its reduce until this group issues its own."""
     codecs: tuple[CodecCost, ...]
     """Costs of each codec: the first is exact, each later one has a larger error and takes less of the network."""
     waits_for: int = -1
@@ -457,7 +457,7 @@ class CodecAutotuner(CompressionObserver):
             _log.info("compression='auto' after %d steps: %s; %s", self.steps, why, self.summary)
 
     def set_codecs(self, codecs: Mapping[ParamGroup, str]) -> None:
-        """Reduce the gradients of these groups with these codecs. A collective; no reduce may be in flight."""
+        """Have gradients reduced with ``codecs``, one for each group. A collective; no reduce may be in flight."""
         chosen = {group: codecs.get(group, _codec_of(group)) for group in self.state.groups if _tuned(group)}
         set_codecs(self.state, {flat: codec for group, codec in chosen.items() for flat in _tuned(group)})
         self.summary = _summary({group.name: codec for group, codec in chosen.items()})
@@ -496,7 +496,7 @@ class CodecAutotuner(CompressionObserver):
 
     def _measure_work(self, flats: Sequence[FlatParam]) -> dict[str, float]:
         config, peers = self._config, self.state.context.gather.comm.world - 1
-        most = max(_TRIAL // peers // config.block, 1) * config.block  # at least a block, however many ranks
+        most = max(_TRIAL // peers // config.block, 1) * config.block  # at least a block for each rank
         chunk = min(max(max(flat.layout.chunks) for flat in flats), most)
         # a rank encodes the chunks of all other ranks
         gradients = torch.zeros(peers, chunk, dtype=flats[0].reduce_dtype, device=self.state.context.device)
@@ -541,8 +541,8 @@ def _codec_of(group: ParamGroup) -> str:
 
 
 def _buffer_waits(state: FSDPState, groups: Sequence[ParamGroup]) -> list[int]:
-    """Return, for each group, the index of the last group before it with the same gradient buffer, or -1."""
-    if not state.context.reduce_stream.is_ordered:  # on a CPU a reduce finishes before the next one is issued
+    """Return, for each group, the index of the last group whose reduce must end before it computes, or -1."""
+    if not state.context.reduce_stream.is_ordered:  # on a CPU issuing a reduce waits for the last
         return [max(index - 2, -1) for index in range(len(groups))]
     last: dict[int, int] = {}
     waits = []

@@ -45,7 +45,7 @@ LOW_RANK = "powersgd"
 """The name of low-rank compression, which is no ``Codec`` but all-reduces factors (``compression.powersgd``)."""
 
 AUTO = "auto"
-"""The name for what ``CodecAutotuner`` chooses: the least lossy codec, or none, with which compute hides a reduce."""
+"""The name that lets ``CodecAutotuner`` choose the least lossy codec, or none, with which compute hides a reduce."""
 
 _codecs: dict[str, type[Codec]] = {}
 
@@ -198,10 +198,10 @@ class Scaled(Codec):
 
 
 def block_sum(magnitudes: Tensor) -> Tensor:
-    """Sum over the last dimension of [..., block], in the order of the format.
+    """Sum over the last dimension of [..., block], in the order of additions that message formats prescribe.
 
-    64 lanes: lane l adds elements l, l + 64, l + 128, ... one after another; then the upper half of the lanes is added
-    to the lower half until one is left.
+    Of 64 lanes, lane l adds elements l, l + 64, l + 128, ... one after another; then the upper half of the lanes is
+    added to the lower half until one is left.
     """
     first, *others = magnitudes.split(_LANES, -1)
     total: Tensor = sum(others, start=first)
@@ -234,7 +234,7 @@ def largest_of(blocks: Tensor) -> Tensor:
 
 
 def mark_nonfinite(scale: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
-    """Return scale and codes for the message: NaN and zeros where the scale is not finite."""
+    """Return scales and codes as messages hold them: scale NaN and codes 0 for a block whose scale is not finite."""
     bad = scale.isfinite().logical_not_()
     return scale.masked_fill(bad, float("nan")), codes.masked_fill(bad.unsqueeze(-1), 0)
 
@@ -264,7 +264,7 @@ def joined_bits(split: Tensor, bits: int) -> Tensor:
 
 
 def _planes(bits: int) -> list[tuple[int, int]]:
-    """Return the lowest bit and the width of each plane."""
+    """Return the lowest bit and the width of each plane that codes of ``bits`` are cut into (``split_bits``)."""
     widths = [width for width in (8, 4, 2, 1) if bits & width]
     return list(zip(accumulate(widths, initial=0), widths, strict=False))
 

@@ -1,6 +1,6 @@
 """The built-in codecs, a class each, whose docstring gives the layout of its messages to the byte.
 
-The codecs are plain torch, and define the bits that native kernels give; ``Scaled`` says what is before a payload.
+The codecs are plain torch, and define the bits that native kernels give. Scales precede each payload (``Scaled``).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from yafsdp_cc.compression.codec import (
 
 
 class _Whole(Scaled):
-    """``bits`` for each element: whole steps from -levels to levels, scale = the block's largest magnitude / levels.
+    """Each element as a whole number, -levels to levels, times the scale: the block's largest magnitude / levels.
 
     payload  each block's codes, two's complement, as ``split_bits`` divides them
     """
@@ -57,7 +57,7 @@ class _Whole(Scaled):
 
 
 class Int8(_Whole):
-    """255 levels from -scale·127 to scale·127.
+    """Each element as one of 255 levels from -scale·127 to scale·127.
 
     payload  byte i: element i, two's complement, -127 ... 127
     """
@@ -67,7 +67,7 @@ class Int8(_Whole):
 
 
 class Int6(_Whole):
-    """63 levels from -scale·31 to scale·31.
+    """Each element as one of 63 levels from -scale·31 to scale·31.
 
     payload  block · 6/8 bytes for each block: the codes' low four bits as those of ``int4``, then their high two as
              ``int2`` has them
@@ -78,7 +78,7 @@ class Int6(_Whole):
 
 
 class Int4(_Whole):
-    """15 levels from -scale·7 to scale·7.
+    """Each element as one of 15 levels from -scale·7 to scale·7.
 
     payload  block / 2 bytes for each block; of its byte j the low four bits are element j, the high four element
              block / 2 + j, two's complement, -7 ... 7
@@ -89,7 +89,7 @@ class Int4(_Whole):
 
 
 class _Odd(Scaled):
-    """``bits`` for each element: odd multiples of the scale, as many below zero as above.
+    """Each element as an odd multiple of the scale, one of 2 to the power of ``bits``, half of them below zero.
 
     Without noise (to nearest), the scale is the ``share`` of the block's mean magnitude that loses least of normally
     distributed numbers (Max, "Quantizing for Minimum Distortion", 1960, table II). With noise, the largest magnitude is
@@ -127,7 +127,7 @@ class _Odd(Scaled):
 
 
 class Int3(_Odd):
-    """-7, -5, -3, -1, 1, 3, 5 or 7 times the scale.
+    """Each element as -7, -5, -3, -1, 1, 3, 5 or 7 times the scale.
 
     payload  block · 3/8 bytes for each block: the codes' low two bits as ``int2`` has them; then a byte for eight
              elements, in whose byte j bit k is the highest of element k · block / 8 + j
@@ -139,7 +139,7 @@ class Int3(_Odd):
 
 
 class Int2(_Odd):
-    """-3, -1, 1 or 3 times the scale.
+    """Each element as -3, -1, 1 or 3 times the scale.
 
     payload  block / 4 bytes for each block; of its byte j the lowest two bits are element j, the next two element
              block / 4 + j, and so on: 0 for -3, 1 for -1, 2 for 1, 3 for 3
@@ -151,7 +151,7 @@ class Int2(_Odd):
 
 
 class FP8(Scaled):
-    """e4m3 numbers of a block-wide scale, the block's largest magnitude / 448: finer near zero than ``int8``.
+    """Each element as an e4m3 number times the scale, the block's largest magnitude / 448: finer near 0 than ``int8``.
 
     payload  byte i: element i as float8_e4m3fn, rounded to nearest even
     """
@@ -176,7 +176,7 @@ class FP8(Scaled):
 
 
 class Ternary(Scaled):
-    """The three levels -scale, 0 and scale.
+    """Each element as one of the three levels -scale, 0 and scale.
 
     Without noise, elements above 0.7 of the block's mean magnitude are kept, and the scale is their mean magnitude (Li
     et al., "Ternary Weight Networks", 2016, section 2.2). With noise, the scale is the largest magnitude, and an
@@ -295,7 +295,7 @@ _TILE = 65_536
 _SHARE = 100
 _BUCKETS, _SHIFT = 2_048, 20
 _TOO_LARGE = 2_039
-"""Index of the last bucket of finite numbers, which rounding to bf16 may make infinite."""
+"""Index of the last of ``TopK``'s buckets that has finite magnitudes, which rounding to bf16 may make infinite."""
 
 
 class TopK(Codec):
@@ -365,7 +365,7 @@ class TopK(Codec):
 
 
 def _largest(buckets: Tensor, kept: int) -> Tensor:
-    """Return the positions of the ``kept`` largest elements, ascending."""
+    """Return the positions of the ``kept`` elements in the highest buckets, ascending; in a tie the first ones."""
     of_each = torch.bincount(buckets, minlength=_BUCKETS)
     above = of_each.flip(0).cumsum(0).flip(0)  # number of elements in this bucket or in one of larger values
     threshold = int((above >= kept).nonzero()[-1])
@@ -375,9 +375,9 @@ def _largest(buckets: Tensor, kept: int) -> Tensor:
 
 
 _KEPT_OF = 64
-"""Elements of a block for each element that is kept."""
+"""Number of a block's elements for each one that ``TopK2Bit`` keeps."""
 _LEVELS = (0.92, 1.3)
-"""Magnitudes of the two levels, divided by the mean magnitude of the kept elements."""
+"""Magnitudes of the two levels of ``TopK2Bit``, divided by the mean magnitude of the elements that it keeps."""
 
 
 class TopK2Bit(Codec):
@@ -386,7 +386,7 @@ class TopK2Bit(Codec):
     A block of 4,096 takes 148 bytes, 0.036 for each element. The magnitudes are 0.92 and 1.3 times the mean magnitude m
     of the kept elements, which loses least of Laplacian numbers (1.2 % of their squares).
 
-    For all blocks one after another, k = block / 64:
+    A message has three parts, each for all blocks one after another; k = block / 64:
 
         4 bytes for each block:   mean magnitude m, fp32; NaN where an element of the block is not finite
         2k bytes for each block:  positions within the block, ascending, unsigned; for a zero, the largest element's
@@ -423,7 +423,7 @@ class TopK2Bit(Codec):
         kept = self.block // _KEPT_OF
         chosen = blocks.abs().nan_to_num_(torch.inf, torch.inf).topk(kept, sorted=False).indices
         magnitudes = blocks.gather(-1, chosen).abs()
-        is_zero = magnitudes == 0  # the codec has no level for zero: for a zero the place of the largest is sent again
+        is_zero = magnitudes == 0  # the codec has no level for zero: the largest one's position is sent again instead
         count = (kept - is_zero.sum(-1)).clamp_(min=1)
         mean, inverse = step_of(magnitudes.sum(-1) / count, 1.0)
         largest = chosen.gather(-1, magnitudes.argmax(-1, keepdim=True))

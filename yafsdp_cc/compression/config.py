@@ -43,7 +43,7 @@ def _in_plain_words(kind: type[_T]) -> type[_T]:
 
 
 def _line_of(kind: type, error: Any) -> str:
-    names = [each.name for each in fields(kind)]  # pydantic gives the index of a positional argument
+    names = [each.name for each in fields(kind)]  # pydantic names a positional argument by its index
     where = [names[each] if index == 0 and isinstance(each, int) else each for index, each in enumerate(error["loc"])]
     name = ".".join(map(str, where))
     if error["type"] == "unexpected_keyword_argument":
@@ -64,7 +64,7 @@ class Compression(CompressionFields):
     """How gradients and weights are encoded for the network.
 
     Raises:
-        ValueError: a name is no codec's, or the combination cannot work; the message names it.
+        ValueError: a name is that of no codec, or settings do not fit together; the message names them.
     """
 
     @field_validator("gradients", "overrides")
@@ -211,7 +211,7 @@ def check_name(name: str, argument: str) -> None:
 
 
 def compression_of_run(settings: Settings | None = None) -> Compression | None:
-    """Return the compression of ``settings``, those of the run (``run_settings``) if None; None if unset."""
+    """Return the compression that ``settings`` name, those of the run if None; None if they name no compression."""
     settings = run_settings() if settings is None else settings
     mine = {name: one for name, one in settings.items() if name.startswith("compression.")}
     try:

@@ -67,8 +67,8 @@ class CompressionHookState(CompressedCommunication):
 def encoded_mean(state: CompressionHookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket by encoded messages that every rank sends to all others: a DDP communication hook.
 
-    DDP rebuilds its buckets after the first step, and residuals start then. On CUDA messages are encoded and exchanged
-    on a side stream beside the backward.
+    DDP rebuilds its buckets after the first step, and residuals start anew then. On CUDA messages are encoded and
+    exchanged on a side stream beside the backward.
     """
     total, parameters = bucket.buffer(), bucket.parameters()
     if total.is_sparse:
@@ -87,7 +87,7 @@ def encoded_mean(state: CompressionHookState, bucket: GradBucket) -> torch.futur
             if key not in state.sums:
                 for stale in [other for other in state.sums if not set(other).isdisjoint(key)]:
                     del state.sums[stale]
-            sent = [real_view(each) for each in parameters]  # DDP's buckets hold complex gradients as pairs
+            sent = [real_view(each) for each in parameters]  # a DDP bucket holds complex numbers as pairs
             starts = accumulate((each.numel() for each in sent), initial=0)
             places = [(start, each.shape) for start, each in zip(starts, sent, strict=False)]
             state.all_reduce_mean(total, state.group, f"ddp/{index}/{total.numel()}", key, places)

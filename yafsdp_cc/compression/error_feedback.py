@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from yafsdp_cc.engine.param import Divisor, FlatParam, FSDPParam
 
 PART = 327_680
-"""Number that ``start`` of ``decode_sum`` is a multiple of: whole tiles (topk) and whole fives of blocks (ternary)."""
+"""Number of elements that ``start`` of ``decode_sum`` is a multiple of: whole tiles of topk, five blocks of ternary."""
 
 
 class Recursion(NamedTuple):
@@ -110,7 +110,7 @@ class Residual(NamedTuple):
         return (self._blocks(self.values).to(torch.float32) * self.scales.unsqueeze(-1)).flatten(1)
 
     def store(self, fresh: Tensor, where: Tensor | None = None) -> None:
-        """Overwrite the residual with ``fresh`` [messages, n] fp32, in blocks ``where`` [messages, blocks] is true."""
+        """Overwrite the residual with ``fresh`` [messages, n] fp32, but only in blocks for which ``where`` is true."""
         blocks = self._blocks(fresh)
         if self.values.dtype == torch.int8:
             scale, inverse = step_of(largest_of(blocks), 127)
@@ -151,11 +151,11 @@ def encode(
         gradients: [messages, n], floating-point; zero in padding.
         message: [messages, bytes] uint8, overwritten.
         counts: [messages, blocks] int32, how many leading elements of each block are not padding; None: all.
-        residual: None: without error feedback.
+        residual: what earlier messages have lost; None: no error feedback.
         scale: factor that gradients are multiplied by first: one over the loss scale.
         noise: random numbers for stochastic rounding, without a residual.
     """
-    if not gradients.numel():  # of a rank that owns no element
+    if not gradients.numel():  # the chunk of a rank that owns no element is empty
         return
     if (ops := ops_for(message.device, codec)) is not None:
         number, values = _NUMBERS[codec.name], _readable(gradients)
@@ -192,7 +192,7 @@ def accumulate(gradients: Tensor, residual: Residual, *, scale: float = 1.0) -> 
 def decode_sum(
     codec: Codec, messages: Tensor, n: int, own: Tensor | None, place: int, total: Tensor, start: int = 0
 ) -> None:
-    """Sum decoded messages in order, and ``own`` before message ``place``, into ``total``: all elements, or a range.
+    """Fill ``total`` with a range of the sum of decoded messages in order, ``own`` inserted before message ``place``.
 
     Args:
         messages: [messages, bytes] uint8.
@@ -200,8 +200,8 @@ def decode_sum(
             be ``total`` itself where ``place`` is 0.
         place: index of the message before which ``own`` is added.
         total: fp32, overwritten with ``total.numel()`` elements of the sum.
-        start: index of the first of these elements, a multiple of ``PART``; without a native kernel it must be 0, and
-            ``total`` [n].
+        start: index of the sum's element that ``total`` begins with, a multiple of ``PART``; without a native kernel
+            ``start`` must be 0, and ``total`` [n].
     """
     if not total.numel():
         return
@@ -221,7 +221,7 @@ def decode_sum(
 
 
 def decode_differences(codec: Codec, messages: Tensor, n: int, estimate: Tensor, total: Tensor, start: int = 0) -> None:
-    """Add messages of differences (EF21) to ``estimate``, and write it to ``total``: all elements, or a range.
+    """Add decoded differences (EF21) to ``estimate``, a range of the sum's elements, and copy it to ``total``.
 
     A sender leaves the residual of a non-finite block unchanged. ``estimate`` leaves out that block of the message,
     too, so that it stays the sum of the senders' residuals; in ``total`` the block is not finite.
@@ -284,7 +284,7 @@ def lost_share(codec: str, block: int) -> float:
 
 SUMS = 3
 SAMPLES = 16
-"""Number of parts of messages, each of ``PART`` elements, that one measurement decodes."""
+"""Most parts of messages, each of ``PART`` elements, that one call of ``CompressionError.observe`` decodes."""
 _GOLDEN = (5**0.5 - 1) / 2
 """The golden ratio's fraction: its multiples modulo 1 are evenly spread, however many there are."""
 
@@ -314,11 +314,11 @@ class CompressionError:
         self.sums = torch.zeros(SUMS, dtype=torch.float64, device=device)
         """Sums of squares [3] fp64: of what messages lost, of what they should hold, and of what they hold."""
         self.seen = False
-        """Whether messages were made since the measurement began: the same on all ranks, also where one sends none."""
+        """Whether messages were made since the measurement began: alike on all ranks, also on one that sends none."""
 
     @torch.no_grad()
     def observe(self, codec: Codec, messages: Tensor, residual: Residual, gradients: Tensor) -> None:
-        """Add to ``sums`` what ``messages`` [messages, bytes] of ``gradients`` hold, and the ``residual`` they left.
+        """Add to ``sums`` squares of what ``messages`` of ``gradients`` lost and hold; the messages left ``residual``.
 
         If messages have more than ``SAMPLES`` parts, decode a fixed sample and scale its sums up: each part takes a
         kernel launch, and there are as many messages as ranks.
@@ -391,7 +391,7 @@ class Encoder(ABC):
 
     context: CommContext
     step: int
-    """Number of elements that one call of ``decode`` fills; its argument ``start`` is a multiple."""
+    """Number of elements that one call of ``decode`` fills, and of which its argument ``start`` is a multiple."""
     nbytes = 0
     """Bytes of the encoder's own buffers, scratch buffers not counted."""
 
@@ -436,7 +436,7 @@ class PeerChunks(NamedTuple):
 
     ranks: range
     values: Tensor
-    """View [ranks, chunk] of the buffer that all ranks' chunks make, a row for each chunk."""
+    """View of the run's chunks in the buffer, [ranks, chunk]."""
     before: int
     """Number of elements of other ranks' chunks before this run."""
 
@@ -445,7 +445,7 @@ def other_chunks(buffer: Tensor, layout: Layout, rank: int) -> list[PeerChunks]:
     """Return runs of other ranks' chunks in ``buffer``: one below and one above ``rank`` if chunks are equally long.
 
     Args:
-        buffer: laid out by ``layout``, or with one element for each of its blocks.
+        buffer: laid out by ``layout``, or one number for each block of a buffer laid out so.
     """
     block = layout.numel // max(buffer.numel(), 1)
     found = []
@@ -520,7 +520,7 @@ def _load() -> str:
 
 
 def _lacks(device: torch.device) -> str:
-    """Return why the loaded library cannot serve ``device``, or ""; for a GPU it compiles the kernels first."""
+    """Return why the loaded library cannot serve ``device``, or ""; for a GPU it compiles one kernel as a test."""
     if device.type == "cpu":
         return ""
     if device.type != "cuda":

@@ -118,7 +118,7 @@ class CompressedCollectives(Collectives):
         return "" if self.autotuner is None else self.autotuner.summary
 
     def _planned_choice(self, flats: Sequence[FlatParam], codec: str) -> PlannedChoice:
-        """Return the bytes and residuals of encoding the gradients of all ``flats`` with ``codec``."""
+        """Return the bytes that a rank sends, and its residuals' bytes, if ``codec`` encodes gradients of ``flats``."""
         kept = sent = 0
         for flat in flats:
             own, over_replicas = flat.layout.chunks[flat.rank], self.schedule.over_replicas

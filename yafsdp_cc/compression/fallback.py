@@ -63,7 +63,7 @@ class Measured(NamedTuple):
 
 
 def name_of(flat: FlatParam, collective: CompressedSum | DeltaAllGather) -> str:
-    """Return the name of a collective's messages in checkpoints, where deltas are "changes"."""
+    """Return the name of a collective's messages in checkpoints: "changes of ..." for deltas, "gradients of ..."."""
     return f"{'changes' if isinstance(collective, DeltaAllGather) else 'gradients'} of '{flat.name}'"
 
 
@@ -78,18 +78,18 @@ class CodecFallback(CompressionObserver):
         """Number of forwards so far that began a step; further micro-batches of a step do not count."""
         self._has_reduced = True
         self._measured: list[Measured] = []
-        """Messages under measurement, until they are judged."""
+        """Collectives whose messages are being measured, until the messages are judged."""
         self._scale = 1.0
         """Loss scale of the gradients under measurement."""
         self._past: list[Measured] = []
-        """The measurement before the present one, referenced because a stream may still write to its sums."""
+        """Collectives of the measurement judged last, referenced because a stream may still write to their sums."""
         self._names: list[str] = []
         self._readback: PinnedCopy
-        """Reads the sums of the messages ``_names`` back from the device."""
+        """Copies measured sums from the device to the host, those of the messages named in ``_names``."""
         self._codecs: dict[str, str] = {}
         """Codec that each collective's messages have fallen back to, by ``name_of``."""
         self._form: tuple[object, bool] = (None, False)
-        """Optimizer that sets the phases, and whether messages hold a momentum, when ``_forwards`` last began anew."""
+        """Optimizer that set the phases, and whether messages held a momentum, when ``_forwards`` last began at 0."""
         self._strikes: dict[str, int] = {}
         self._smallest: dict[str, float] = {}
         self._best, self._rises = float("inf"), 0
@@ -103,18 +103,18 @@ class CodecFallback(CompressionObserver):
         self._loss = self._loss + loss
         self._losses += 1
 
-    # Called by the engine
+    # Methods that the engine calls
 
     def after_reduce(self, group: str) -> None:
         self._has_reduced = True
 
     def before_forward(self) -> None:
-        """Judge the last measurement, and begin one when it is due. Ranks run one program, so all do so together."""
+        """Judge the messages measured last, and begin a measurement when due. All ranks do so in the same forward."""
         if not torch.is_grad_enabled():
             return
         self.judge()
         if self._form != (form := (self._schedule.controller, self._schedule.beta > 0)):
-            # norms of before tell nothing: a momentum is many times larger than gradients, and begins at zero
+            # norms of the other form tell nothing: a momentum is many times larger than gradients, and begins at zero
             self._form, self._forwards, self._strikes, self._smallest = form, 0, {}, {}
         if not self._schedule.phase.encodes or not self._has_reduced:
             return
@@ -127,7 +127,7 @@ class CodecFallback(CompressionObserver):
             self._scale = self._schedule.loss_scale
 
     def judge(self) -> None:
-        """Judge the measurement unless its messages are still in flight or not yet made. A collective."""
+        """Judge the measured messages; do nothing while they are in flight, or not made yet. A collective."""
         state = self.state
         if not self._measured or not state.is_idle:
             return
@@ -140,7 +140,7 @@ class CodecFallback(CompressionObserver):
                 each.flat.group.gathered(each.flat)
         # Divide by this measurement's loss scale now: on CUDA, the numbers read below are of an earlier measurement.
         sums = [each.error.sums / self._scale**2 for each in measured]
-        # the kernel of this sum takes a float as an argument; copying a float to a GPU would synchronize
+        # adding a float passes it to the kernel as an argument; copying it to a GPU would synchronize
         loss = sums[0].new_zeros(1) + self._loss
         found = torch.cat([loss, loss.new_full((1,), self._losses), *sums])
         self._loss, self._losses = 0.0, 0
@@ -149,7 +149,7 @@ class CodecFallback(CompressionObserver):
         if self._names != [each.name for each in measured]:
             self._names = [each.name for each in measured]
             self._readback = PinnedCopy(len(found), torch.float64, state.context.device)
-        # on CUDA ``numbers`` are those of the last call: the host would have to wait for those of ``found``
+        # on CUDA ``numbers`` are of the measurement before: the host would have to wait for those of ``found``
         numbers = self._readback.receive(found)
         if numbers is not None:
             self._act(measured, numbers)
@@ -241,7 +241,7 @@ class CodecFallback(CompressionObserver):
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Load what ``state_dict`` returned."""
         state = self.state
-        # ``beta`` is the checkpoint's here, by ``resume_decay``: the next forward sees an optimizer of another form
+        # ``resume_decay`` has loaded ``beta`` of the checkpoint: the next forward sees whether the form is another now
         self._form, self._forwards = (self._schedule.controller, self._schedule.beta > 0), saved["passes"]
         self._codecs, self._strikes, self._smallest = (dict(saved[name]) for name in ("codecs", "strikes", "least"))
         (self._best, self._rises), (self._loss, self._losses) = saved["rises"], saved["losses"]
@@ -251,7 +251,7 @@ class CodecFallback(CompressionObserver):
             name, codec = name_of(flat, compressed), self._config.codec_for(flat.name)
             fallen = self._codecs.get(name, codec)
             if AUTO in (codec, fallen) or self._config.bits(fallen) <= self._config.bits(codec):
-                self._codecs.pop(name, None)  # the configured codec has as many bits, or the autotuner chooses one
+                self._codecs.pop(name, None)  # no fallback: the user's codec has as many bits, or is tuned
                 fallen = codec
             if fallen not in (AUTO, compressed.codec_name):
                 set_codecs(state, {flat: fallen})

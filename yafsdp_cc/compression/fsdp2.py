@@ -112,7 +112,7 @@ _made: WeakSet[CompressedCommunication] = WeakSet()
 
 
 def drop_residuals(model: nn.Module) -> None:
-    """Drop residuals of ``compress`` and DDP's hook, which belong to weights that ``model`` had before a load."""
+    """Drop the residuals for ``model`` of ``compress`` and DDP's hook: they belong to its weights before a load."""
     for each in list(_made):
         each.drop_residuals(model)
 
@@ -156,7 +156,7 @@ class CompressedCommunication:
         self.config = config
         self.sent_bytes = 0
         self.backwards = 0
-        """Number of backwards in which the unit that most have reached has reduced gradients, under FSDP2."""
+        """Largest number of backwards in which one unit of FSDP2 has reduced gradients; not used with DDP."""
         self.removed = False
         # the hooks count warm-up steps themselves, not the schedule
         self._schedule = CompressionSchedule(replace(config, warmup_steps=0))
@@ -173,7 +173,7 @@ class CompressedCommunication:
         self._contexts.clear()
 
     def drop_residuals(self, model: nn.Module) -> None:
-        """Drop residuals if ``model`` has a module whose gradients these are."""
+        """Drop all residuals if this object compresses a module of ``model``."""
         if any(_compressed.get(module) is self for module in model.modules()):
             self._all_reduces.clear()
             self._reduce_scatters.clear()
@@ -251,7 +251,7 @@ class CompressedCommunication:
         total = real_view(total).view(-1)
         world, n, device = group.size(), total.numel(), total.device
         if key not in self._all_reduces:
-            if self.config.gradients != LOW_RANK:  # only low rank needs tensors that begin at blocks of their own
+            if self.config.gradients != LOW_RANK:  # only low rank needs the shape of each tensor
                 places = [(0, (n,))]
             extents = tuple(Extent(tuple(shape), start, torch.Size(shape).numel()) for start, shape in places)
             layout = Layout(extents, (align(n, self.config.block),))
@@ -284,7 +284,7 @@ def exact_mean(total: Tensor, group: dist.ProcessGroup) -> None:
 
 
 _SETS = 8
-"""Most sets of a group's parameters that have residuals, each as long as what it sends."""
+"""Largest number of residuals of one group, one for each set of its parameters that FSDP2 has sent together."""
 
 
 class _Hook:
@@ -343,7 +343,7 @@ class _ReduceScatterHook(_Hook, ReduceScatter):
 
 
 class _AllReduceHook(_Hook):
-    """The mean over replicas of one parameter group of FSDP2, after its reduce-scatter."""
+    """Averages gradients of one parameter group of FSDP2 over replicas, after their reduce-scatter."""
 
     def __init__(self, shared: CompressedCommunication, name: str, replicas: dist.ProcessGroup) -> None:
         super().__init__(shared, name)
@@ -357,7 +357,7 @@ class _AllReduceHook(_Hook):
 
 
 class _AllGatherHook(_Hook, AllGather):
-    """The all-gather of the rounded weights of one parameter group of FSDP2, whose gradients ``sums`` sums."""
+    """All-gathers rounded weights of one parameter group of FSDP2, whose gradients the hook ``sums`` sums."""
 
     def __init__(self, shared: CompressedCommunication, sums: _Hook, codec: Codec) -> None:
         super().__init__(shared, sums._name)
@@ -366,7 +366,7 @@ class _AllGatherHook(_Hook, AllGather):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        # a frozen unit reduces nothing; within a backward some units have reduced, and others gather before they do
+        # a frozen unit reduces nothing, so count by other units, of which some have reduced in this backward already
         backward = 1 + max(self._sums.calls, self._shared.backwards - 1)
         if self._shared.is_exact(backward) or not input_tensor.is_floating_point():
             exact: dist.Work | None = all_gather_single(output_tensor, input_tensor, group, async_op)

@@ -98,7 +98,7 @@ def matrices_of(
 
 
 def message_numels(matrices: Sequence[Matrix], rest: Iterable[tuple[int, int]], rank: int) -> tuple[int, int]:
-    """Return the elements of a message of the factors P and of one of the factors Q, with what is sent unchanged."""
+    """Return the number of elements of a message of factors P, and of one of factors Q, unchanged elements included."""
     unchanged = sum(last - first for first, last in rest)
     left, right = (sum(matrix.thin(is_right, rank) for matrix in matrices) for is_right in (False, True))
     return left + unchanged, right + unchanged
@@ -144,7 +144,7 @@ class LowRank:
         self.sends_right = False
 
     def encode(self, due: Tensor, message: Tensor) -> None:
-        """Write the next message of ``due``, gradients and residuals of the whole buffer in fp32."""
+        """Encode ``due``, gradients plus residuals of the whole buffer in fp32, into ``message``, the next one."""
         for matrix, sent, held in self._parts(message):
             whole = due[matrix.offset : matrix.end].view(matrix.rows, matrix.columns)
             torch.mm(whole.t() if self.sends_right else whole, held, out=sent)
@@ -197,7 +197,7 @@ class LowRank:
         return list(zip(self.matrices, sent, held, strict=True))
 
     def _tail(self, message: Tensor) -> list[tuple[Tensor, tuple[int, int]]]:
-        """Return the ranges that a message sends unchanged, and where each lies in the buffer."""
+        """Return the parts of a message that are sent unchanged, each with its range of the buffer."""
         place = sum(matrix.thin(self.sends_right, self.rank) for matrix in self.matrices)
         parts = message[place:].split([last - first for first, last in self.rest])
         return list(zip(parts, self.rest, strict=True))
@@ -207,10 +207,10 @@ def _orthonormal(values: Tensor) -> Tensor:
     """Return an orthonormal basis of the columns of ``values``, in fp64, with zeros where rows of ``values`` are zero.
 
     Ranks round differently where they have other processors or numbers of threads, and gradients are lost where their
-    factors differ. Rounding would decide the signs of columns and, beyond the rank of ``values``, whole columns. So
-    signs make the diagonal of R positive, and a trace of spread numbers, as small as the rounding of fp32, sets those
+    factors differ. Rounding would decide the signs of columns and, beyond the rank of ``values``, whole columns. So the
+    diagonal of R is made positive, and pseudo-random numbers as small as fp32's rounding errors are added, to fix those
     columns: not in rows of zeros, which are weights without a gradient, such as embeddings of unused tokens. With fewer
-    other rows than columns, columns beyond their number are zero, and the next message sets them anew.
+    nonzero rows than columns, columns beyond the number of such rows are zero, and the next message sets them anew.
     """
     wide = values.to(torch.float64)
     used = (wide != 0).any(dim=1, keepdim=True)
@@ -347,7 +347,7 @@ class SharedFactors(FactorEncoder):
 
     @property
     def kept(self) -> float:
-        """The share that messages of all ranks' ranges, some perhaps empty, keep: ranks must judge messages alike."""
+        """The share that all ranks' messages together keep, some perhaps empty: ranks must judge messages alike."""
         rank, ranges = self.low_rank.rank, pairwise(self._layout.starts)
         numels = [message_numels(*matrices_of(self._layout.places, rank, *each), rank) for each in ranges]
         return sum(each[self.low_rank.sends_right] for each in numels) / self._layout.numel

@@ -8,7 +8,7 @@
                      ▼                   ▼
     rank 0: message of 1, of 2, and its own chunk, decoded and added in fp32 in rank order
 
-The sum has the form of the exact reduce-scatter's: fp32, and not divided by the number of ranks.
+Like that of the exact reduce-scatter, the sum is in fp32, and not divided by the number of ranks.
 
 A ``CompressedSum`` belongs to one flat buffer, and has all state that outlives a change of codec. Its ``Encoder`` makes
 messages of gradients, exchanges them and decodes their sum. The ``Phase`` of the ``CompressionSchedule`` decides what
@@ -100,9 +100,9 @@ class CompressedSum(Collective):
         """Whether ``CodecAutotuner`` chooses the codec during training."""
         self.codec_name = EXACT if self.is_tuned else codec
         self.residual: Residual | None = None
-        """Residual of the messages; None while sums are exact, without error feedback, and before training."""
+        """Residual of the messages; None without a codec, without error feedback, and until the buffer is trained."""
         self.carried_over: Tensor | None = None
-        """Gradients [chunk] fp32 that residuals of a checkpoint held, saved with another codec or number of ranks. They
+        """Gradients [chunk] fp32 of a checkpoint that messages had yet to send, and that no residual here holds. They
         are added to the next encoded sum, or to the next exact one where ``CodecAutotuner`` has chosen exact sums."""
         self.momentum: Tensor | None = None
         """First moment of the optimizer, [chunk] fp32: a mean over ranks, without a loss scale. Used in the momentum
@@ -112,17 +112,17 @@ class CompressedSum(Collective):
         self.estimate: Tensor | None = None
         """Sum of all senders' decoded messages so far, [chunk] fp32; None unless messages hold differences (EF21)."""
         self.compression_error: CompressionError | None = None
-        """Observer of messages while compression errors are measured; else None."""
+        """What messages have lost since ``watch``, while compression errors are measured; else None."""
         self._is_decoded = True
-        """Whether the messages encoded last were decoded into the estimate."""
+        """Whether the messages encoded last, if of differences (EF21), were added to ``estimate``."""
         self._encoded_in: object = None
-        """The ``CompressionSchedule.backward`` of the last messages."""
+        """``CompressionSchedule.backward`` at the last sum if it was encoded, else None."""
         self._encoder = None if self.codec_name == EXACT else self._make_encoder(codec)
         self._encodes = self._keeps_exact = self._adds_exact = False
         self._waits = False
-        """Whether ``exact_mean`` has sums that are to be summed over replicas before they are added to ``.grad``."""
+        """Whether ``exact_mean`` holds sums of this replica that are still to be summed over replicas."""
         self._frozen: list[FSDPParam] = []
-        """Parameters of the buffer of which this sum has no gradient, as they are frozen, while others are trained."""
+        """Frozen parameters of the buffer, of which this sum has no gradient, while other parameters are trained."""
         self._deferred: set[FSDPParam] = set()
         """Parameters with deferred gradients, which the next sum sends even if they are frozen by then."""
         self._pending: Tensor | None = None
@@ -131,13 +131,13 @@ class CompressedSum(Collective):
         """Scalar tensor: NaN if deferred gradients were not finite (residuals leave such blocks out), else zero. None
         while no gradients are deferred."""
         self.is_unused = False
-        """Whether a sum in the momentum form was made that the optimizer's step has not taken."""
+        """Whether a sum in the momentum form was made that no step of the optimizer has used."""
         self._moment: Tensor | None = None
-        """``momentum`` where the sum is in the momentum form, else None."""
+        """``momentum`` if the last sum begun is in the momentum form, else None."""
         self._carried: Tensor | None = None
-        """``carried_over`` where the sum adds it; referenced until the next sum, as the stream may still read it."""
+        """``carried_over`` if the last sum begun adds it, else None; referenced as the stream may still read it."""
         self._owed: Residual | None = None
-        """Residual that an exact sum adds; referenced as long as ``_carried``."""
+        """Residual if the last sum begun is exact and adds it, else None; referenced like ``_carried``."""
         self.rounded = 0
         """Number of sums so far whose messages were rounded at random: the counter of the random numbers."""
         schedule.adopt(self)
@@ -155,7 +155,7 @@ class CompressedSum(Collective):
 
     @abstractmethod
     def _add_residual(self, values: Tensor) -> None:
-        """Add the residual to ``values``, laid out like the argument of ``start``; with EF21 it is no gradient."""
+        """Add the residual to ``values``, laid out like the argument of ``start``; with EF21 add nothing."""
 
     @torch.inference_mode(False)  # buffers made here are written in backwards: they must not be inference tensors
     def bind(self, context: CommContext) -> None:
@@ -200,7 +200,7 @@ class CompressedSum(Collective):
             self._make_residual()
 
     def before_sum(self) -> None:
-        """Before a reduce, refuse or warn of a second sum in one step of the momentum form, and make ``exact_mean``."""
+        """Refuse, or warn of, a second sum in one step of the momentum form; make ``exact_mean`` before a reduce."""
         if self.schedule.phase.encodes and self.momentum is not None and self.schedule.beta > 0:
             self._refuse_second_sum()
             if self.is_unused:
@@ -224,7 +224,7 @@ class CompressedSum(Collective):
             self.exact_mean = torch.zeros(self.chunk, dtype=torch.float32, device=self.flat.device)
 
     def watch(self) -> CompressionError:
-        """Measure what messages lose from the next one on, until ``compression_error`` is None again."""
+        """Measure what messages lose, beginning with the next message, until ``compression_error`` is None again."""
         assert self._encoder is not None
         recursion, rank = self.schedule.recursion, self.context.comm.rank
         self.compression_error = CompressionError(self.flat.device, self._encoder.kept, recursion, rank)
@@ -232,7 +232,7 @@ class CompressedSum(Collective):
 
     @property
     def sends_late(self) -> bool:
-        """Whether the residual is of gradients that come with later messages; a difference (EF21) does not come."""
+        """Whether the residual holds gradients that come with later messages; with EF21 it holds an estimate."""
         return self._encoder is not None and self.residual is not None and self.estimate is None and self.senders > 0
 
     @property
@@ -254,18 +254,18 @@ class CompressedSum(Collective):
         """Drop deferred gradients that are in no residual, and the leftovers of an interrupted sum."""
         self.is_unused = False
         self._drop_deferred()
-        # Records let the fingerprint reveal a rank that has not done the same.
+        # Each ``record`` changes the fingerprint, and so reveals a rank that has not dropped or restarted the same.
         if self.factors is not None and self._encoded_in is self.schedule.backward:
-            self.context.record("factors restarted", self.flat.name)  # those of some ranks may be a message ahead
+            self.context.record("factors restarted", self.flat.name)  # some ranks' factors may be a message ahead
             self.factors.restart()
-            self._encoded_in = None  # a rank that alone resets once more has nothing to restart
+            self._encoded_in = None  # restart nothing if one rank alone resets once more
         if not self._is_decoded:
             # A sender may count a message as sent that no receiver has added to its estimate: all ranks clear both.
             self.context.record("estimates dropped", self.flat.name)
             self.clear()
 
     def clear(self) -> None:
-        """Clear residual, deferred gradients, estimate and factors. All ranks do, with no reduce in flight."""
+        """Clear residual, deferred gradients, estimate and factors; on all ranks, with no reduce in flight."""
         self._is_decoded, self.is_unused, self._encoded_in = True, False, None
         if self.factors is not None:
             self.factors.restart()
@@ -334,13 +334,13 @@ class CompressedSum(Collective):
             part, grad = param.local_range(self.exact_mean), param.parameter.grad
             if grad is None:
                 part.zero_()
-            else:  # in place: a host that read whether there is a gradient would wait for a GPU
+            else:  # mask in place: to learn whether the gradient is zero, the host would wait for a GPU
                 is_zero = cast("DTensor", grad).to_local().any().logical_not()
                 part.masked_fill_(is_zero.to(part.device), 0.0)
 
     @contextmanager
     def _frozen_aside(self) -> Iterator[None]:
-        """Take out of the residual, within the block, what waits for frozen parameters, whose sums nobody takes."""
+        """Take frozen parameters' gradients out of the residual during a ``with`` block: nobody uses their sums."""
         parts = [(part, part.load()) for param in self._frozen for part in self._residuals_of(param)]
         for part, _ in parts:
             part.clear()
@@ -466,7 +466,7 @@ class CompressedReduceScatter(CompressedSum, ReduceScatter):
     @property
     def defers(self) -> bool:
         phase = self.schedule.phase
-        # int8 would round the sum of gradients at each micro-batch, and no feedback brings back what that loses
+        # a residual in int8 would round summed gradients at each micro-batch, and error feedback does not see that loss
         can = self.residual is not None and self.residual.values.dtype != torch.int8
         can = can and self.schedule.recursion == CLASSIC._replace(taken=1 - self.schedule.beta)
         return can and self._encoder is not None and phase.encodes and not phase.keeps_exact
@@ -486,7 +486,7 @@ class CompressedReduceScatter(CompressedSum, ReduceScatter):
         if self.momentum is not None and self.schedule.beta > 0:
             self._add_to_momentum(self.momentum, own, self.schedule.share / self.schedule.beta)
             if self._poison is None:
-                self._pending = None  # else the next sum would add what steps of the gradient form have left there
+                self._pending = None  # else the next sum would add leftovers of the gradient form
             return
         if self._pending is None:
             self._pending = torch.zeros(self.chunk, dtype=torch.float32, device=own.device)
@@ -513,7 +513,7 @@ class CompressedReduceScatter(CompressedSum, ReduceScatter):
                 works = encoder.start(grads, self._feedback(), async_op)
         if not self._keeps_exact:
             return works
-        # the exact reduce-scatter overwrites the own chunk, which ``_decode`` still needs: copy it
+        # the exact reduce-scatter overwrites this rank's own chunk, which ``_decode`` still needs: copy that chunk
         if comm.reduces_in_place:
             self._own_chunk().copy_(self._own_chunk_of(grads))
         works = [*works, *self._exact.start(grads, async_op)]
@@ -607,7 +607,7 @@ class CodecEncoder(Encoder):
         self.step = self.chunk = flat.layout.chunks[flat.rank]
         self._size = codec.message_bytes(self.chunk)
         self._counts = cache(partial(counts_of, flat.layout, codec.block, flat.device))
-        """``counts_of`` the chunks of a range of ranks, counted once."""
+        """Function from a range of ranks to the ``counts_of`` their chunks, which are counted once."""
 
     @property
     def kept(self) -> float:
@@ -644,7 +644,7 @@ class ChunkMessages(CodecEncoder):
         self._sizes = list(map(codec.message_bytes, flat.layout.chunks))
         """Bytes of the message to each rank; this rank has an entry, too."""
         if flat.device.type == "cpu" and ops_for(flat.device, codec) is not None:
-            self.step = min(PART, self.chunk)  # one step fits in the processor's cache
+            self.step = min(PART, self.chunk)  # ``PART`` elements fit in a cache
 
     def bind(self, context: CommContext) -> None:
         super().bind(context)

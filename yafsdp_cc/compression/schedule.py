@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from yafsdp_cc.engine.state import FSDPState
 
 EXACT_GRADIENTS = "gradients without a codec"
-"""Name for ``LocalClip`` of the gradients that are never encoded, beside the names of flat parameters."""
+"""Name by which ``LocalClip`` knows the gradients that are never encoded; others it knows by flat parameters' names."""
 _FEW_BITS = 4
 """Bits per element below which optimizers outside of the 1-bit family learn less well."""
 
@@ -47,7 +47,7 @@ class Phase(Enum):
     ENCODED = "encoded"
     """Encoded messages are sent, and their decoded sum is used."""
     BOTH = "both"
-    """Sums are encoded, and exact sums besides go into ``exact_mean``."""
+    """Sums are encoded, and exact sums are made, too, whose mean is stored in ``exact_mean``."""
 
     @property
     def encodes(self) -> bool:
@@ -55,7 +55,7 @@ class Phase(Enum):
 
     @property
     def encodes_weights(self) -> bool:
-        """Whether all-gathers that have a codec are encoded. In LEARNING, too, lest weights jump for one exact step."""
+        """Whether all-gathers that have a codec are encoded: in LEARNING, too, lest weights jump for one exact step."""
         return self.encodes or self is Phase.LEARNING
 
     @property
@@ -143,7 +143,7 @@ class CompressionSchedule(CompressionObserver):
         self.steps = 0
         """Number of warm-up optimizer steps so far; the count stops when the warm-up is over."""
         self.backward = object()
-        """Identifies the backward under way, or else the next one: another object behind each final reduce."""
+        """Object that stands for the backward under way or, between two, the next one; new after each final reduce."""
         self._has_grads = False
         """Whether a backward has made gradients final since the last counted step."""
         self._have_changed = False
@@ -159,8 +159,8 @@ class CompressionSchedule(CompressionObserver):
         self.has_limit = False
         """Whether the optimizer has a limit of the mean gradient's norm."""
         self.exact_norms: list[tuple[FSDPParam, Tensor]] = []
-        """Parameters without a codec, and norms of their mean gradients, of the scaled loss and unclipped, where sums
-        are kept and there is a limit; until the optimizer clears the list."""
+        """Parameters without a codec, each with the norm of its mean gradient, scaled and unclipped, if ``has_limit``
+        and the phase keeps exact sums; the optimizer clears the list."""
         self.loss_scale = 1.0
         """Factor of the losses, and so of gradients and residuals."""
         self.micro_batches = 1
@@ -241,7 +241,7 @@ class CompressionSchedule(CompressionObserver):
         if clips and self.clip is not None:
             self.clip.clip(name, grads, self.loss_scale)
 
-    # Called by the engine
+    # Methods that the engine calls
 
     def before_forward(self) -> None:
         self.count_step()
@@ -265,8 +265,8 @@ class CompressionSchedule(CompressionObserver):
 
     @torch.no_grad()
     def after_final_reduce(self) -> None:
-        """Keep norms of gradients without a codec, which the loop clips before the optimizer sees them. Ranks reduce
-        them in the optimizer's step: no collective belongs here."""
+        """Store norms of gradients without a codec, which the loop clips before the optimizer sees them. Ranks reduce
+        the norms in the optimizer's step: ``after_final_reduce`` must call no collective."""
         self.backward = object()
         grads = [
             (param, param.parameter.grad)
@@ -325,9 +325,9 @@ class CompressionSchedule(CompressionObserver):
     def _warn_of_cleared_gradients(self) -> None:
         """Warn if gradients were cleared that no optimizer has taken, and residuals keep a part of them.
 
-        Closures see weights that change within a step. A ``GradScaler`` that the schedule follows may have skipped the
-        step. A loop that never steps an optimizer of torch's may write to weights without torch counting it. In the
-        momentum form, sums warn themselves (``CompressedSum.before_sum``).
+        Cases without a warning: a closure sees weights change within a step; a ``GradScaler`` that the schedule follows
+        may have skipped the step; a loop that never steps an optimizer of torch's may write to weights without torch
+        counting it; in the momentum form, sums warn themselves (``CompressedSum.before_sum``).
         """
         state, is_resumed, self._is_resumed = self.state, self._is_resumed, False
         if is_resumed or self._have_changed or self.beta or self.follows_scaler or not 0 < state.steps == state.seen[0]:
@@ -431,9 +431,9 @@ class LocalClip:
         norm = torch.linalg.vector_norm(grads, dtype=wide).to(torch.float32)
         if (share := self._shares.get(name)) is not None:
             factor = (self._limit * loss_scale * share / norm).clamp_(max=1.0)
-            # A NaN clips nothing: ``encode`` handles non-finite blocks one by one. An infinite norm, which finite
-            # gradients have too where their squares overflow, makes these 0, as ``clip_grad_norm_`` does, and infinite
-            # gradients NaN.
+            # A norm of NaN clips nothing: ``encode`` handles non-finite blocks one by one. An infinite norm, which
+            # finite gradients have too where their squares overflow, makes finite gradients 0, as ``clip_grad_norm_``
+            # does, and infinite ones NaN.
             factor.masked_fill_(factor.isnan(), 1.0)
             if grads.device.type != "cpu" or float(factor) < 1:  # reading the factor would synchronize a GPU
                 grads.mul_(factor)

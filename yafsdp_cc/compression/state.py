@@ -43,7 +43,7 @@ def compressed_sum_of(flat: FlatParam) -> CompressedSum | None:
 
 def compressed_sums(state: FSDPState) -> Iterator[tuple[FlatParam, CompressedSum]]:
     """Yield the trained flat parameters whose gradients have a codec, in module order, with their sums."""
-    # reduces in flight write to residuals; a backward waits only for reduces of gradients it makes itself
+    # wait, as reduces in flight write to residuals: a backward waits only for reduces of the gradients that it makes
     state.context.wait_for_reduces()
     for flat in state.flats:
         compressed = compressed_sum_of(flat)
@@ -60,7 +60,7 @@ def delta_all_gathers(state: FSDPState) -> Iterator[tuple[FlatParam, DeltaAllGat
 
 @torch.inference_mode(False)  # buffers made here are written in training: they must not be inference tensors
 def set_codecs(state: FSDPState, codecs: Mapping[FlatParam, str]) -> None:
-    """Encode gradients of these flat parameters by these codecs, alike on all ranks; no reduce may be in flight."""
+    """Set the codec of the gradients of each flat parameter, alike on all ranks; no reduce may be in flight."""
     if state.context.device.type == "cuda":
         torch.cuda.synchronize(state.context.device)  # a kernel may still read scratch buffers that larger ones replace
     for flat, codec in codecs.items():
@@ -88,7 +88,7 @@ def mean_residuals(state: FSDPState) -> dict[str, FlatDTensor]:
 
 
 def empty_residuals(state: FSDPState) -> dict[str, FlatDTensor]:
-    """Return zeros in the form of ``mean_residuals``."""
+    """Return zeros for all parameters that may have residuals, named as in the result of ``mean_residuals``."""
     return {
         param.spec.name: flat_dtensor(torch.zeros_like(param.local, dtype=torch.float32), param.spec)
         for flat, _ in compressed_sums(state)
@@ -102,7 +102,7 @@ def carry_over_residuals(state: FSDPState, residuals: Mapping[str, FlatDTensor])
     for flat, compressed in compressed_sums(state):
         compressed.reset()
         total, schedule = _chunk_of(flat, residuals, torch.float32), compressed.schedule
-        if compressed.momentum is not None and schedule.beta > 0:  # beta will multiply what is added: divide by it now
+        if compressed.momentum is not None and schedule.beta > 0:  # the next sum multiplies by beta: divide now
             compressed.momentum.add_(total, alpha=schedule.share / schedule.beta)
         else:
             # A reduce-scatter adds carried-over values in each replica, before sums over replicas; an all-reduce over
@@ -132,7 +132,7 @@ def mean_estimates(state: FSDPState) -> dict[str, FlatDTensor]:
 
 @torch.no_grad()
 def load_estimates(state: FSDPState, estimates: Mapping[str, FlatDTensor]) -> None:
-    """Load what ``mean_estimates`` returned into flat parameters all of whose names it has. A collective.
+    """Load the result of ``mean_estimates`` into flat parameters of which it has all parameters. A collective.
 
     The residuals that ``load_estimates`` overwrites must be empty.
     """
@@ -165,7 +165,7 @@ def _estimate_units(state: FSDPState, compressed: CompressedSum) -> float:
 def local_residuals(state: FSDPState, *, tuned: bool = False) -> dict[str, Any]:
     """Return this rank's residuals unchanged as plain data, with the values that tell whether they fit on loading.
 
-    ``tuned`` is whether to return those of sums with tuned codecs, too, of which only ``means_of_ranks`` has a use.
+    ``tuned`` is whether to return residuals of sums with tuned codecs, too, which only ``means_of_ranks`` can use.
     """
     nothing = torch.zeros(0, dtype=torch.float32, device="cpu")
     return {
@@ -188,7 +188,7 @@ def local_residuals(state: FSDPState, *, tuned: bool = False) -> dict[str, Any]:
 def load_local_residuals(state: FSDPState, saved: Mapping[str, Any]) -> bool:
     """Load what ``local_residuals`` returned on the same ranks. Return False, with nothing changed, if it does not fit.
 
-    With tuned codecs ``saved`` never fits, as the checkpoint's may not be the present ones: means are used instead.
+    With tuned codecs, ``saved`` never fits, as codecs may have changed since: then ``mean_residuals`` are used instead.
     """
     if any(compressed.is_tuned for _, compressed in compressed_sums(state)):
         return False
@@ -196,7 +196,7 @@ def load_local_residuals(state: FSDPState, saved: Mapping[str, Any]) -> bool:
     if ours.keys() != saved.keys() or any(saved[name]["fits"] != _form(state, *pair) for name, pair in ours.items()):
         return False
     if any(("lowrank" in saved[name]) != (each.factors is not None) for name, (_, each) in ours.items()):
-        return False  # factors of small matrices are empty, which their number in the form does not tell from none
+        return False  # small matrices have no factors: ``_form`` then gives 0 elements as if no low rank was used
     for name, (_, compressed) in ours.items():
         values, residual = saved[name], compressed.residual
         assert residual is not None
@@ -225,7 +225,7 @@ def means_of_ranks(
     params = {param.spec.name: param for flat, _ in compressed_sums(state) for param in flat.params}
     sums: dict[str, Tensor] = {}
     found, others = Counter[str](), set[str]()
-    for saved in (saved for each in ranks for saved in each.values() if "places" in saved):  # newer than version 0.1
+    for saved in (saved for each in ranks for saved in each.values() if "places" in saved):  # version 0.1 saved none
         whole = _unsent_of(saved)
         for name, (offset, *part) in saved["places"].items():
             if (param := params.get(name)) is None or part != _part_of(param):
@@ -246,7 +246,7 @@ def means_of_ranks(
 
 
 def _places(flat: FlatParam, compressed: CompressedSum) -> dict[str, Any]:
-    """Return where in the buffer of ``flat`` a residual and the parameters are, and what divides its sums."""
+    """Return which parts of the buffer of ``flat`` residual and parameters take up, and the divisor of its sums."""
     others = [rank for rank in range(flat.layout.world) if rank != flat.rank]
     return {
         "chunks": list(flat.layout.chunks),
@@ -330,7 +330,7 @@ def kept_weights(state: FSDPState) -> tuple[dict[str, FlatDTensor], list[str]]:
 
 
 def empty_kept_weights(state: FSDPState) -> dict[str, FlatDTensor]:
-    """Return zeros in the form of ``kept_weights``."""
+    """Return zeros for all parameters that are gathered by deltas, named as in the result of ``kept_weights``."""
     return {
         param.spec.name: flat_dtensor(
             torch.zeros_like(param.local, dtype=flat.compute_dtype, device=state.context.device), param.spec
@@ -342,7 +342,7 @@ def empty_kept_weights(state: FSDPState) -> dict[str, FlatDTensor]:
 
 @torch.no_grad()
 def load_kept_weights(state: FSDPState, kept: Mapping[str, FlatDTensor], behind: Collection[str]) -> None:
-    """Load what ``kept_weights`` returned into flat parameters all of whose names it has."""
+    """Load the result of ``kept_weights`` into flat parameters of which it has all parameters."""
     for flat, all_gather in delta_all_gathers(state):
         names = [param.spec.name for param in flat.params]
         if all(name in kept for name in names):

@@ -148,7 +148,7 @@ class _Member:
             local_of(self.state["variance"]).lerp_(self.gradient.square(), taken)
 
     def update(self) -> Tensor:
-        """Return this rank's elements of the update, without the learning rate. Computed twice rather than stored."""
+        """Return this rank's elements of the update, without the learning rate. ``step`` computes them twice."""
         if self.block is not None:
             row, column = self.state["row_var"], self.state["col_var"]
             mean = row.mean(dim=-2, keepdim=True).clamp_(min=self.eps)
@@ -183,7 +183,7 @@ class _Block(NamedTuple):
     """Shape of the whole parameter: [rows, columns], or [matrices, rows, columns]."""
     touched: slice
     before: int
-    """Number of elements of the touched rows or matrices that precede the range."""
+    """Number of elements of the touched rows or matrices that precede the flat range."""
     numel: int
 
     @classmethod
@@ -209,7 +209,7 @@ class _Block(NamedTuple):
         return torch.nn.functional.pad(local.reshape(-1), (self.before, after)).view(shape)
 
     def of_factors(self, row: Tensor, column: Tensor, mean: Tensor) -> Tensor:
-        """Return row · column / mean at the elements of the range, 1-D and new."""
+        """Return the second moment, row · column / mean, of the flat range's elements, as a new 1-D tensor."""
         count, (rows, columns) = math.prod(self.shape[:-2]), self.shape[-2:]
         row, column, mean = row.reshape(count, rows, 1), column.reshape(count, 1, columns), mean.reshape(count, 1, 1)
         if self.is_of_rows:
@@ -220,7 +220,7 @@ class _Block(NamedTuple):
 
 
 def _square_sum(local: Tensor) -> Tensor:
-    """Return the sum of squares, [1], fp64."""
+    """Return the sum of the squares of ``local``, [1], fp64."""
     norm = torch.linalg.vector_norm(local, dtype=torch.promote_types(local.dtype, torch.float32))
     squares: Tensor = norm.double().square_().view(1)
     return squares
@@ -230,7 +230,7 @@ def _sum_over_ranks(members: Sequence[_Member], found: Sequence[Tensor]) -> None
     """Sum ``found``, a tensor for each member, over ranks in place: with one all-reduce for each mesh."""
     alike: defaultdict[Any, list[Tensor]] = defaultdict(list)
     for member, values in zip(members, found, strict=True):
-        if not member.summand.counts:  # another rank counts the same elements
+        if not member.summand.counts:  # another rank has the same elements, and adds its ``values``
             values.zero_()
         alike[member.summand.across, values.device, values.dtype].append(values)
     for ((mesh, groups), *_), parts in alike.items():

@@ -114,7 +114,7 @@ class OneBitAdam(OneBitOptimizer):
         current, late = [], []
         for parameter in parameters:
             state = self.state[parameter]
-            # an exact sum long after the warm-up: the second moment is older than the parameter's steps
+            # an exact gradient after the warm-up: the second moment has seen fewer gradients than there were steps
             if self._is_encoded(parameter) and state["variance_step"] != state["step"]:
                 late.append(parameter)
                 continue
@@ -138,7 +138,7 @@ class OneBitAdam(OneBitOptimizer):
             if seen := float(state["variance_step"]):
                 settings = adam_settings(group, float(state["step"]), seen)
                 rows.append(Row(local_of(parameter), gradient, moment, local_of(state["exp_avg_sq"]), settings))
-            # the parameter was never trained: leave it until the next step brings an exact gradient
+            # the second moment has seen no gradient: leave the weights until the next step brings an exact gradient
             elif moment is not None:
                 moment.lerp_(gradient.to(moment.dtype), 1 - group["betas"][0])
         update(rule, rows)
@@ -195,7 +195,7 @@ class ZeroOneAdam(OneBitAdam):
         return Phase.EXACT if step in self._refresh_steps(step) else Phase.ENCODED
 
     def _update_group(self, group: dict[str, Any], exact: list[Tensor], encoded: list[Tensor]) -> None:
-        # all steps so far were exact, so this one is Adam's own
+        # while all steps so far were exact, make exact Adam's step
         if self.steps == sum(step <= self.steps for step in self._refresh_steps(self.steps)):
             super()._update_group(group, exact, encoded)
             return
@@ -206,7 +206,7 @@ class ZeroOneAdam(OneBitAdam):
 
 
 def adamw_state(state: Mapping[str, Any], beta2: float) -> dict[str, Any]:
-    """Return a parameter's state as AdamW has it, with a new second moment.
+    """Return a parameter's state as AdamW has it, with the second moment times a factor.
 
     AdamW corrects the second moment for all steps, and one saved in the encoded phase has seen fewer gradients: without
     the factor, updates would be too long.

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _REMEMBERED = 0.9
 """β₃: weight of the average trust ratio so far when a warm-up step adds its own."""
 _LEAST, _MOST, _CHANGE = 0.5, 4.0, 0.1
-"""Factor on the average trust ratio after the warm-up: its bounds, and its largest relative change in a step."""
+"""Bounds of the factor on the average trust ratio after the warm-up, and its largest relative change in a step."""
 _LARGEST = Reduction(math.inf)
 
 
@@ -44,7 +44,7 @@ class Job(NamedTuple):
 
 
 Jobs: TypeAlias = "defaultdict[tuple[LambRule, Across, torch.device, bool], list[Job]]"
-"""Jobs that one kernel updates and one sum reduces; the last entry of a key is whether parameters are replicated."""
+"""Jobs, by what one kernel updates and one all-reduce sums; a key's last entry: whether parameters are replicated."""
 
 
 class OneBitLamb(OneBitAdam):
@@ -146,8 +146,8 @@ class OneBitLamb(OneBitAdam):
                 learns = rule is LambRule.EXACT or self._learns_trust(each)
                 job = Job(each, group, self._row_of(group, each, rule, learns), learns)
                 summand, spec = summand_of(job.parameter, torch.float64), job.parameter.shard_spec
-                # ``jobs`` are listed alike on all ranks, also where a rank has no elements of a parameter: sums are in
-                # one order.
+                # list ``jobs`` alike on all ranks, also where a rank has no elements of a parameter, so that ranks
+                # reduce sums in the same order
                 jobs[rule, summand.across, summand.local.device, spec.bounds is None].append(job)
         norms = _norms_of(jobs)
         # encoding needs m₋₁ of all parameters, also of those that the last warm-up step has not used
@@ -197,7 +197,7 @@ class OneBitLamb(OneBitAdam):
             settings = lamb_settings(group, 1.0, step, step)
         else:
             # a parameter that was never trained waits for the next step, which brings an exact gradient
-            trust = 0.0 if learns else float(state["trust"]) * float(state["factor"])  # with 0 the weights stay
+            trust = 0.0 if learns else float(state["trust"]) * float(state["factor"])  # 0: the weights stay
             settings = lamb_settings(group, trust, step, float(state["variance_step"]))
             fresh = local_of(state["exp_avg_sq_fresh"])
         moment = local_of(state["exp_avg_before" if rule is LambRule.MOMENTUM else "exp_avg"])
@@ -214,7 +214,7 @@ class OneBitLamb(OneBitAdam):
         return ratio
 
     def _adapt_factor(self, parameter: Tensor, bare: float, update: float, largest: float) -> None:
-        """Move the factor of the next step towards the ratio of this step's second moments."""
+        """Move the factor on the trust ratio, for the next step, towards the ratio of this step's second moments."""
         state = self.state[parameter]
         if not state["variance_step"]:
             return
@@ -233,9 +233,9 @@ def _norms_of(jobs: Jobs) -> Iterator[list[float]]:
     for (rule, across, *_), members in jobs.items():
         found = update_lamb(rule, [each.row for each in members])
         for place, each in enumerate(members):
-            if each.learns and rule is not LambRule.EXACT:  # the norm of the weights in place of the bare update's
+            if each.learns and rule is not LambRule.EXACT:  # put the weights' norm in place of the bare update's
                 found[place, 0] = torch.linalg.vector_norm(each.row.weights, dtype=torch.float64).square()
-        if not summand_of(members[0].parameter, found.dtype).counts:  # another rank counts the same elements
+        if not summand_of(members[0].parameter, found.dtype).counts:  # another rank has and adds the same elements
             found.zero_()
         sums, largest = found[:, :2], found[:, 2:]
         known = largest if rule is LambRule.EXACT else None
@@ -259,12 +259,12 @@ class LambRule(IntEnum):
     """Rule by which a gradient g changes weights x (moments m and v, fresh second moment w); as in ``csrc``."""
 
     EXACT = 0
-    """Moments by an exact gradient g: m = β₁·m + (1 − β₁)·g; v = β₂·v + (1 − β₂)·g². The weights wait for norms."""
+    """An exact gradient g changes moments: m = β₁·m + (1 − β₁)·g; v = β₂·v + (1 − β₂)·g². Weights wait for norms."""
     GRADIENT = 1
-    """Moments and weights by a decoded gradient g: m as in EXACT; fresh second moment w = β₂·w + (1 − β₂)·g²; then
-    x = (1 − γλ)·x − γ·clamp(m̂ / (√v̂ + ε)), γ with the trust ratio."""
+    """A decoded gradient g changes moments and weights: m as in EXACT; w = β₂·w + (1 − β₂)·g²; then
+    x = (1 − γλ)·x − γ·clamp(m̂ / (√v̂ + ε)), where the learning rate γ includes the trust ratio."""
     MOMENTUM = 2
-    """Updates by a decoded momentum m: g = (m − β₁·m₋₁) / (1 − β₁), then w and x as in GRADIENT, and m₋₁ = m."""
+    """A decoded momentum m gives g = (m − β₁·m₋₁) / (1 − β₁); then w and x change as in GRADIENT, and m₋₁ = m."""
 
 
 class LambRow(NamedTuple):
@@ -291,13 +291,13 @@ def lamb_settings(group: dict[str, Any], trust: float, steps: float, seen: float
         seen: number of gradients in the second moment. 0: the weights are not changed.
     """
     (beta1, beta2), decay = group["betas"], group["weight_decay"]
-    stays = (beta1, 1 - beta1, 0.0, 1.0, 1.0, 0.0, 1.0, 0.0)  # the second moment is 1: nothing is divided by 0
+    stays = (beta1, 1 - beta1, 0.0, 1.0, 1.0, 0.0, 1.0, 0.0)  # v̂ = 0 and ε = 1: no division by 0
     adam = adam_settings(group, steps, seen, trust) if seen else stays
     return *adam, decay, beta2, 1 - beta2, 1 / (1 - beta2**steps), 1 / (1 - beta1)
 
 
 def update_lamb(rule: LambRule, rows: Sequence[LambRow]) -> Tensor:
-    """Update parameters of one device by ``rule``, in place; versions of weights grow if they change.
+    """Update parameters of one device by ``rule``, in place; raise versions of weights unless ``EXACT``.
 
     Returns:
         [rows, 3] fp64, over this rank's elements. ``EXACT``: the sums of x² and of u² = (m̂ / (√v̂ + ε) + λ·x)², and 0.

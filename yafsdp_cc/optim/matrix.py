@@ -77,7 +77,7 @@ class MatrixOptimizer(Optimizer):
         if not any(any(mesh.get_coordinate() or ()) for mesh in meshes):
             print(self.describe(), flush=True)
 
-    # What a subclass defines
+    # Methods that a subclass defines
 
     @abstractmethod
     def state_shapes(self, rows: int, columns: int) -> Mapping[str, Sequence[int]]:
@@ -113,7 +113,7 @@ class MatrixOptimizer(Optimizer):
         return float(group["lr"])
 
     def parts(self, name: str, rows: int) -> Sequence[int]:
-        """Return the rows of each of the matrices that the parameter ``name`` consists of, one below the other."""
+        """Return the number of rows of each matrix that the parameter ``name`` stacks, one below the other."""
         return (rows,)
 
     # Parameter groups
@@ -303,7 +303,7 @@ class MatrixOptimizer(Optimizer):
         lies_as_weight = spec.updated_shape == spec.shape and not spec.is_assembled
         specs: dict[str, ShardSpec] = {}
         for name, shape in self.state_shapes(parts[0], columns).items():
-            # a state of [rows, rows] has the shape of a square part, but not of the others
+            # look at all parts: a state of [rows, rows] has the shape of a square part, but not of others
             if all(tuple(self.state_shapes(rows, columns)[name]) == (rows, columns) for rows in set(parts)):
                 # a matrix that tensor parallelism divides, or that its owner assembles, has state of its whole shape
                 specs[name] = spec if lies_as_weight else _owned_like(spec, name, spec.updated_shape)
@@ -395,7 +395,7 @@ def _owned_like(spec: ShardSpec, name: str, shape: Sequence[int]) -> ShardSpec:
 # Matrices of several units share the two messages.
 
 _BUCKET = 1 << 26
-"""Most elements of all ranks that one exchange moves, unless two units have more."""
+"""Most elements, of all ranks, that one exchange moves, apart from units added so that none has one to itself."""
 
 
 def buckets(parameters: Sequence[Any]) -> Iterator[list[Any]]:

@@ -27,8 +27,8 @@ class Muon(MatrixOptimizer):
     """Muon on the matrices that ranks own whole, AdamW on all other parameters.
 
     Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024. The momentum of each matrix is
-    orthogonalised by Newton-Schulz iterations, once, by the rank that owns the matrix, and in one batch with all others
-    of its shape there:
+    orthogonalised by Newton-Schulz iterations, once, by the rank that owns the matrix, in batches with others of its
+    shape there:
 
         M ← μ·M + (1 − μ)·G
         O = NewtonSchulz(M), or with Nesterov momentum of (1 − μ)·G + μ·M
@@ -109,7 +109,7 @@ class Muon(MatrixOptimizer):
                 self._parts_of(spec)
 
     def parts(self, name: str, rows: int) -> Sequence[int]:
-        """Return the rows of each matrix that ``splits`` divides the parameter ``name`` into."""
+        """Return the number of rows of each matrix that ``splits`` divides the parameter ``name`` into."""
         found = next((parts for pattern, parts in self._splits.items() if fnmatchcase(name, pattern)), 1)
         return found if isinstance(found, Sequence) else (rows // max(found, 1),) * found
 
@@ -146,7 +146,7 @@ class Muon(MatrixOptimizer):
 
 @cache
 def _lacks_bf16(device: torch.device) -> bool:
-    """Return whether the device computes products of bf16 with fp32 instructions."""
+    """Return whether the device is a processor that lacks bf16 instructions, and so multiplies bf16 slowly."""
     if device.type != "cpu" or platform.machine() not in ("x86_64", "AMD64"):
         return False
     has = torch.cpu.get_capabilities()

@@ -48,7 +48,7 @@ _CLIPPED = 0.99
 
 
 def local_of(tensor: Any) -> Tensor:
-    """Return the local tensor itself, without a copy."""
+    """Return the local tensor of a ``DTensor`` itself, without a copy."""
     local: Tensor = tensor.to_local()
     return local
 
@@ -81,7 +81,7 @@ def check_settings(defaults: dict[str, Any]) -> None:
 
 
 def check_alike(optimizer: Optimizer, groups: Iterable[dict[str, Any]]) -> None:
-    """Raise a ``ValueError`` if ``groups``, present or to be loaded, differ in the decay of what ranks share."""
+    """Raise a ``ValueError`` if ``groups``, present or to be loaded, differ in the decay of moments."""
     setting = "betas" if "betas" in optimizer.defaults else "momentum"
     found = [torch.tensor(each[setting], dtype=torch.float64, device="cpu") for each in groups if setting in each]
     if not all(each.equal(found[0]) for each in found):
@@ -104,7 +104,7 @@ def check_loaded(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
 
 
 def keep_dtypes(optimizer: Optimizer, loaded: dict[str, Any]) -> None:
-    """Give loaded moments the dtype of updates, in which kernels read them: torch casts them to the parameters'.
+    """Give loaded moments the dtype that kernels read, that of updates: torch casts moments to the parameters' dtype.
 
     Counts of steps return to host memory, where they are read: torch moves them to the parameters' device.
     """
@@ -179,7 +179,7 @@ class OneBitOptimizer(Optimizer):
         for state in states:
             current_state(state.model)  # makes the warm-up's buffers now: ``plan_of`` lists them before a forward
 
-    # What each optimizer of the family defines
+    # Methods that each optimizer of the 1-bit family defines
 
     @abstractmethod
     def _update_exactly(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
@@ -216,7 +216,7 @@ class OneBitOptimizer(Optimizer):
         self._set_steps(self.steps + 1)
         self._plan_phase()  # the all-gathers of ``_update_all`` are exact or deltas as in the next step
         self._update_all(phase)
-        self._plan_phase()  # whether a second moment has still seen no gradient is known now
+        self._plan_phase()  # now it is known whether a second moment has seen no gradient yet
         return loss
 
     def _set_steps(self, steps: int) -> None:
@@ -269,7 +269,7 @@ class OneBitOptimizer(Optimizer):
             yield group, exact, encoded
 
     def _by_param_group(self) -> Iterator[list[Tensor]]:
-        """Yield the parameters of one parameter group of the engine after the other, in the order of a forward.
+        """Yield the parameters of each parameter group of the engine, in the order in which a forward uses groups.
 
         When the caller asks for the next group, the group just updated is all-gathered, unless an earlier group uses
         the same buffer: the next forward finds the weights on their way.
@@ -278,7 +278,7 @@ class OneBitOptimizer(Optimizer):
         taken: set[int] = set()
         engines = (engine_of(param) for param in map(_fsdp_param, self._parameters) if param is not None)
         states = dict.fromkeys(state for state in engines if state is not None)
-        # versions as of before the first group's step, in which a subclass may change the weights of all groups
+        # read versions before the first group's step, in which a subclass may change the weights of all groups
         before = {flat: flat.version for state in states for flat in state.flats}
         for state in states:
             # a forward enters the root's own group first, which is the last in module order
@@ -344,7 +344,7 @@ class OneBitOptimizer(Optimizer):
         super().add_param_group(param_group)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Refuse ``copy`` and ``pickle``."""
+        """Refuse ``copy`` and ``pickle``, which would make a second optimizer of the same model."""
         name = type(self).__name__
         raise RuntimeError(
             f"a model has one {name}, and a copy would be a second: make another, and load its state_dict()"
@@ -371,7 +371,7 @@ class OneBitOptimizer(Optimizer):
             param = _fsdp_param(parameter)
             state = None
             if param is not None:
-                # after ``fully_shard`` the first forward would make the engine
+                # after ``fully_shard`` no engine exists before the first forward: ``current_state`` makes it
                 state = engine_of(param) or current_state(param.unit)
             schedule = None if state is None else CompressionSchedule.of(state)
             if param is None or state is None or schedule is None:
@@ -475,7 +475,7 @@ class OneBitOptimizer(Optimizer):
         return self._phase_of(self.steps + 1)
 
     def _plan_phase(self) -> None:
-        """Set the phase from the next backward on."""
+        """Set the phase of the compression schedules to that of the next step."""
         self._check_control()
         self._planned = self.phase
         self.update_phase()
@@ -502,7 +502,7 @@ class OneBitOptimizer(Optimizer):
         scale = scales.pop()
         for each in dict.fromkeys(self._encoded.values()):
             each.drop_cleared_means()
-            if each.exact_mean is not None and not each.schedule.over_replicas:  # a sum within this replica so far
+            if each.exact_mean is not None and not each.schedule.over_replicas:  # so far summed within the replica
                 mesh = each.schedule.state.context.info.mesh
                 all_reduce_over(all_groups(mesh)[1:], each.exact_mean, dist.ReduceOp.SUM, mesh)
         found: list[tuple[Any, Tensor]] = []
@@ -518,10 +518,10 @@ class OneBitOptimizer(Optimizer):
             for schedule in self._schedules:
                 left = [(each.parameter.grad, norm) for each, norm in schedule.exact_norms]
                 left = [(grad.any().to(norm.device), norm) for grad, norm in left if grad is not None]
-                if left:  # a norm of gradients that were cleared since the backward, to None or in place, has no part
+                if left:  # leave out norms of gradients that were cleared since the backward, to None or in place
                     used, exact = (_value_of(torch.stack(each)) for each in zip(*left, strict=True))
                     norm = torch.linalg.vector_norm(exact[used])
-                    if schedule.clip is not None:  # as ranks have clipped what they encoded
+                    if schedule.clip is not None:  # clip them as ranks clip gradients to encode
                         schedule.clip.clip(EXACT_GRADIENTS, norm, scale)
                     norms.append(float(norm) / scale)
             total = math.hypot(*norms)

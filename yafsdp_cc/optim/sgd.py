@@ -24,11 +24,11 @@ class OneBitSGD(OneBitOptimizer):
     ``OneBitAdam``; with ``form="momentum"`` ``.grad`` is the momentum Σ βᵏ g, in the units of torch's buffer.
 
     Exact sums, of the warm-up and of parameters that are never encoded, give the steps of ``torch.optim.SGD``. There is
-    no ``nesterov``: it looks ahead by a gradient that no rank has where momentum is encoded. Without a momentum the
-    gradient form would be ``torch.optim.SGD`` itself.
+    no ``nesterov``: Nesterov momentum adds a gradient that no rank has where momentum is encoded. Without a momentum
+    the gradient form would be ``torch.optim.SGD`` itself.
 
-    A state dict is that of ``torch.optim.SGD`` with the number of steps beside it: either can load the other's, at any
-    number of ranks. Residuals are saved beside it by ``yafsdp_cc.save``.
+    A state dict is that of ``torch.optim.SGD`` with the number of steps: either optimizer can load the other's, at any
+    number of ranks. Residuals are saved beside the state dict by ``yafsdp_cc.save``.
 
     Arguments that are not listed are those of ``OneBitAdam``.
 
@@ -81,7 +81,7 @@ class OneBitSGD(OneBitOptimizer):
             nesterov=False,
             maximize=False,
         )
-        # not every foreach kernel raises versions
+        # not every foreach kernel raises the versions of tensors
         increment_version([local_of(parameter) for parameter in parameters])
         for parameter, updated in zip(parameters, wide, strict=True):
             if updated.dtype != parameter.dtype:

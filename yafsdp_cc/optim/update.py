@@ -27,8 +27,8 @@ _READ = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Rule(IntEnum):
-    """The formula of an update, numbered as in ``csrc``: by a decoded gradient or momentum g; learning rate γ, weight
-    decay λ."""
+    """Formula by which a decoded gradient or momentum g updates weights w, numbered as in ``csrc``; γ is the learning
+    rate and λ the weight decay."""
 
     SGD_GRADIENT = 0
     """SGD by a decoded gradient g: g += λ·w; m = β·m + g; w -= γ·m"""

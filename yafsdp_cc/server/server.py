@@ -39,7 +39,7 @@ REQUEST, ANSWER, NOTHING = 1, 2, 3
 PUSH, PULL, CLOSE = range(3)
 """Codes of the requests that a worker sends; a gradient follows PUSH."""
 _FOREVER = timedelta(days=365)
-"""Time that a thread waits for a request: until the connection breaks."""
+"""Time that a thread waits for a request: so long that only a broken connection ends the wait."""
 _servers = itertools.count()
 
 
@@ -116,7 +116,7 @@ class ParameterServer:
         dist.broadcast(self._weights, 0, self._group)
         for param in frozen:
             host = param.detach().resolve_conj().resolve_neg().cpu().contiguous()
-            dist.broadcast(host.view(-1).view(torch.uint8), 0, self._group)  # gloo does not carry every dtype
+            dist.broadcast(host.view(-1).view(torch.uint8), 0, self._group)  # as bytes: gloo does not send every dtype
             writable(param).copy_(host)
         if self._codec is not None:
             starts = torch.arange(0, world * chunk, BLOCK, device="cpu").view(world, -1)
@@ -244,7 +244,7 @@ class ParameterServer:
                 raise self._error(f"not all that was pushed arrived within {self._timeout}")
             yield
         with self._naming():
-            dist.barrier(self._group)  # else a push of a rank that is ahead could change a shard that is still copied
+            dist.barrier(self._group)  # else a rank that is ahead could push to a shard that is still copied
 
     def _views(self, flat: Tensor) -> list[Tensor]:
         """Return a view of each parameter's elements in ``flat`` [ranks, chunk], in the parameter's shape."""
@@ -286,8 +286,8 @@ class ParameterServer:
             raise self._error(str(error) if peer is None else told) from error
 
     def _error(self, reason: str) -> RuntimeError:
-        """Return the error, with the first reason that any rank has given, and break this rank's connections, so that
-        the other ranks fail, too."""
+        """Return an error with the first reason that any rank has reported, ``reason`` if this rank is the first, and
+        break this rank's connections, so that the other ranks fail, too."""
         with self._changed:
             if not self._failure and self._peers:
                 with suppress(RuntimeError):  # the rank that hosts the store may have ended
@@ -491,7 +491,7 @@ class ServerShard:
         self.delays[delay] += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Return weights, optimizer state, versions and clocks, for a resumed run in which every worker pulls first."""
+        """Return weights, optimizer state, version and clocks, for a resumed run in which every worker pulls first."""
         state = {
             "weights": self.weights.detach(),
             "optimizer": self._optimizer.state_dict(),
@@ -518,6 +518,6 @@ class ServerShard:
         state = copy.deepcopy(state)  # an optimizer takes the tensors of its state over, and steps change them in place
         self.weights.detach().copy_(state["weights"])
         self._optimizer.load_state_dict(state["optimizer"])
-        self._rate = state.get("rate", self._rate)  # checkpoints of earlier versions have no rate
+        self._rate = state.get("rate", self._rate)  # checkpoints of earlier releases have no rate
         self._mean_square, self.version = state["mean_square"], state["version"]
         self.clocks, self._held = state["clocks"], state["held"]
