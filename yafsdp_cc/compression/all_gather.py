@@ -160,7 +160,7 @@ class DeltaAllGather(EncodedAllGather):
         self._part = max(most // unit, 1) * unit
         """Number of elements of a part of a chunk; each part is a message of its own."""
         self._casts = flat.device.type == "cpu" and flat.compute_dtype != torch.float32
-        """Whether torch would allocate an fp32 copy of kept weights in ``sub`` and ``add``; scratch then holds it."""
+        """Whether torch would allocate an fp32 copy of kept weights in ``sub`` and ``add``: scratch holds the copy."""
         self._resumed: tuple[Tensor, int] | None = None
         """Kept weights [chunk] loaded from a checkpoint, with their version, until they are gathered; else None."""
         self._sends_delta = False
@@ -278,7 +278,7 @@ class DeltaAllGather(EncodedAllGather):
 
         The result is None if the next forward gathers the shards' own values. The call waits for gathers in flight.
         """
-        if self._last == _UNKNOWN:  # no optimizer step was seen
+        if self._last == _UNKNOWN:  # no optimizer has reported a step of the shard
             return None
         if self._resumed is not None:
             own, version = self._resumed

@@ -111,7 +111,7 @@ class SharedMessages(CodecEncoder):
         return self._size * (self.context.comm.world - 1)
 
     def start(self, values: Tensor, feedback: Feedback, async_op: bool) -> Works:
-        if not self.chunk:  # this rank's chunk is empty in every replica
+        if not self.chunk:  # an empty chunk is empty in every replica: there is nothing to exchange
             return ()
         messages = self._received()
         own = messages.narrow(0, self.context.comm.rank, 1)

@@ -50,10 +50,10 @@ _log = logging.getLogger("yafsdp_cc")
 
 
 class LinkCost(NamedTuple):
-    """Time that an exchange takes while every rank sends."""
+    """Time of an all-to-all, in which every rank sends to all others."""
 
     latency: float
-    """Seconds of an exchange of empty messages."""
+    """Seconds of an all-to-all of messages of next to no bytes."""
     per_byte: float
     """Seconds for each byte that a rank sends."""
 
@@ -197,7 +197,7 @@ class BackwardTimer(CompressionObserver):
             self._start, self._waits = self._now(), False
 
     def _stop(self) -> bool:
-        """End the computation under way; return whether there was one."""
+        """Record the end of the timed computation under way; return whether there was one."""
         if self._current is None or self._start is None:
             return False
         self._spans.append((self._start, self._now()))

@@ -111,7 +111,7 @@ class Codec(ABC):
         """Return the bytes that encode ``n`` elements."""
 
     def message_bytes(self, n: int) -> int:
-        """Return the bytes of a message of ``n`` elements, padding at its end included; 0 if there are none."""
+        """Return the bytes of a message of ``n`` elements, padding at its end included; 0 if ``n`` is 0."""
         return -(-self.body_bytes(n) // _ROW) * _ROW if n else 0
 
     def blocks(self, values: Tensor) -> Tensor:
@@ -212,7 +212,7 @@ def block_sum(magnitudes: Tensor) -> Tensor:
 
 
 def sizes(blocks: Tensor, counts: Tensor | None) -> Tensor:
-    """Return the number of elements of each block as fp32, at least 1."""
+    """Return the number of elements of each block, without padding, as fp32, at least 1."""
     if counts is None:
         return blocks.new_full(blocks.shape[:-1], float(blocks.shape[-1]))
     return counts.clamp(min=1).to(torch.float32)

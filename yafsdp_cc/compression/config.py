@@ -116,7 +116,7 @@ class Compression(CompressionFields):
             idle = "error_budget" if self.error_budget is not None else "candidates"
             raise ValueError(
                 f"{idle}={getattr(self, idle)!r} limits what 'auto' chooses, and gradients="
-                f"{self.gradients!r} has nothing chosen: take gradients='auto', or leave {idle} out"
+                f"{self.gradients!r} lets it choose nothing: take gradients='auto', or leave {idle} out"
             )
         biased = [name for name in self.codecs if name == LOW_RANK or kind_of(name).needs_feedback]
         if biased and not self.feedback:
@@ -132,10 +132,10 @@ class Compression(CompressionFields):
                 "rounding takes from them would stay in all later sums: pass residual='fp32'"
             )
         if self.carry != 1:
-            raise ValueError(f"feedback='ef21' with carry={self.carry}: all of it is carried on: leave carry out")
+            raise ValueError(f"feedback='ef21' with carry={self.carry}: EF21 carries all residuals on: leave carry out")
         if LOW_RANK in self.codecs:
             raise ValueError(
-                "feedback='ef21' with 'powersgd': a product of factors is no sum of estimates; take a codec"
+                "feedback='ef21' with 'powersgd': messages of factors do not add up to an estimate; take a codec"
             )
         return self
 

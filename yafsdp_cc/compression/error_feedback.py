@@ -100,7 +100,7 @@ class Residual(NamedTuple):
         return Residual(values, scales, self.block)
 
     def of(self, chunks: PeerChunks) -> Residual:
-        """Return a view of the residual of ``chunks``."""
+        """Return a view of the residual of the messages that hold ``chunks``."""
         return self.span(chunks.before, *chunks.values.shape)
 
     def load(self) -> Tensor:
@@ -261,7 +261,7 @@ def _readable(values: Tensor) -> Tensor:
 
 
 def stream_of(device: torch.device) -> int:
-    """Return the handle of the stream that native kernels are launched on; 0 on a CPU."""
+    """Return the handle of the CUDA stream that native kernels are launched on; 0 on a CPU."""
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
@@ -427,7 +427,7 @@ class Encoder(ABC):
         """Return the number of bytes that this rank will send in the next call of ``start``."""
 
     def planned_bytes(self) -> int:
-        """Return the bytes that this rank sends per ``start``, on average."""
+        """Return the bytes that this rank sends in a call of ``start``, on average."""
         return self.sent_bytes()
 
 

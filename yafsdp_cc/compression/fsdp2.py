@@ -309,7 +309,7 @@ class _Hook:
         if len(self._sets) == _SETS and sent not in self._sets:
             warnings.warn(
                 f"unit '{self._name}' has sent {_SETS} sets of parameters, as backwards reach now some of them and now "
-                "others: others are summed exactly. Make what is used together a unit of its own",
+                "others: further sets are summed exactly. Make what is used together a unit of its own",
                 stacklevel=2,
             )
             return ()

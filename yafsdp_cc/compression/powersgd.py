@@ -59,7 +59,7 @@ class Matrix(NamedTuple):
         return rank * (self.columns if is_right else self.rows)
 
     def within(self, first: int, last: int) -> tuple[int, int]:
-        """Return the range of the matrix's elements in ``first`` to ``last`` of the buffer, perhaps empty."""
+        """Return the range, perhaps empty, of the matrix's elements that lie in ``first`` to ``last`` of the buffer."""
         start = min(max(self.offset, first), self.end) - self.offset
         return start, max(min(self.end, last) - self.offset, start)
 
@@ -105,7 +105,7 @@ def message_numels(matrices: Sequence[Matrix], rest: Iterable[tuple[int, int]], 
 
 
 class LowRank:
-    """The factors of one buffer, equal on all ranks, and which of the two is sent next.
+    """Factors P and Q of a buffer's matrices, equal on all ranks, and which of the two is sent next.
 
     Args:
         matrices, rest: results of ``matrices_of``.
@@ -190,7 +190,7 @@ class LowRank:
         self.sends_right = not self.sends_right
 
     def _parts(self, message: Tensor) -> list[tuple[Matrix, Tensor, Tensor]]:
-        """Return for every matrix the factor in the message, and the other one, which every rank has."""
+        """Return every matrix with its factor in the message, and its other factor, which every rank has."""
         sizes = [matrix.thin(self.sends_right, self.rank) for matrix in self.matrices]
         sent = [part.view(-1, self.rank) for part in message[: sum(sizes)].split(sizes)]
         held = [pair[not self.sends_right] for pair in self._pairs]

@@ -607,7 +607,7 @@ class CodecEncoder(Encoder):
         self.step = self.chunk = flat.layout.chunks[flat.rank]
         self._size = codec.message_bytes(self.chunk)
         self._counts = cache(partial(counts_of, flat.layout, codec.block, flat.device))
-        """Function from a range of ranks to the ``counts_of`` their chunks, which are counted once."""
+        """Function that returns ``counts_of`` for the chunks of a range of ranks, and remembers its results."""
 
     @property
     def kept(self) -> float:

@@ -76,7 +76,7 @@ class PhaseController(Protocol):
 
 
 class ScheduledSum(Protocol):
-    """The part of a compressed sum that ``CompressionSchedule`` uses."""
+    """The methods and attributes of a compressed sum that ``CompressionSchedule`` uses."""
 
     schedule: CompressionSchedule
 
@@ -88,7 +88,7 @@ class ScheduledSum(Protocol):
         """Check and prepare the sum, before it is issued."""
 
     def rescale(self, factor: float) -> None:
-        """Multiply by ``factor`` all gradients that the sum holds back for later messages."""
+        """Multiply all gradients that this sum holds back for later messages by ``factor``."""
 
 
 class CompressionObserver(Observer):
@@ -164,7 +164,7 @@ class CompressionSchedule(CompressionObserver):
         self.loss_scale = 1.0
         """Factor of the losses, and so of gradients and residuals."""
         self.micro_batches = 1
-        """Divisor of gradients before they are summed: where a stage of a pipeline takes the mean of its batches."""
+        """Divisor of gradients before they are summed; not 1 where a pipeline's stage averages over micro-batches."""
         self._scaler: weakref.ref[torch.amp.GradScaler] | None = None
         self._has_warned = False
         self._is_resumed = False

@@ -132,7 +132,7 @@ def mean_estimates(state: FSDPState) -> dict[str, FlatDTensor]:
 
 @torch.no_grad()
 def load_estimates(state: FSDPState, estimates: Mapping[str, FlatDTensor]) -> None:
-    """Load the result of ``mean_estimates`` into flat parameters of which it has all parameters. A collective.
+    """Load the result of ``mean_estimates`` into each flat parameter of which it has every parameter. A collective.
 
     The residuals that ``load_estimates`` overwrites must be empty.
     """
@@ -225,7 +225,7 @@ def means_of_ranks(
     params = {param.spec.name: param for flat, _ in compressed_sums(state) for param in flat.params}
     sums: dict[str, Tensor] = {}
     found, others = Counter[str](), set[str]()
-    for saved in (saved for each in ranks for saved in each.values() if "places" in saved):  # version 0.1 saved none
+    for saved in (saved for each in ranks for saved in each.values() if "places" in saved):  # no places in version 0.1
         whole = _unsent_of(saved)
         for name, (offset, *part) in saved["places"].items():
             if (param := params.get(name)) is None or part != _part_of(param):
@@ -286,7 +286,7 @@ def _unsent_of(saved: Mapping[str, Any]) -> Tensor:
 
 
 def _form(state: FSDPState, flat: FlatParam, compressed: CompressedSum) -> list[Any]:
-    """Return the facts that must be equal for a rank's residual to be loaded unchanged."""
+    """Return the facts that must be equal in checkpoint and model for a rank's residual to be loaded unchanged."""
     ranks = [group.size() for group in all_groups(state.context.info.mesh)]
     residual, factors = compressed.residual, compressed.factors
     assert residual is not None
@@ -342,7 +342,7 @@ def empty_kept_weights(state: FSDPState) -> dict[str, FlatDTensor]:
 
 @torch.no_grad()
 def load_kept_weights(state: FSDPState, kept: Mapping[str, FlatDTensor], behind: Collection[str]) -> None:
-    """Load the result of ``kept_weights`` into flat parameters of which it has all parameters."""
+    """Load the result of ``kept_weights`` into each flat parameter of which it has every parameter."""
     for flat, all_gather in delta_all_gathers(state):
         names = [param.spec.name for param in flat.params]
         if all(name in kept for name in names):

@@ -95,7 +95,7 @@ class Adafactor(torch.optim.Adafactor):
         keep_dtypes(self, state_dict)
         for parameter, state in self.state.items():
             for name in ("row_var", "col_var"):
-                # ``row_var`` of a matrix [m, 1], ``col_var`` of one [1, n], have the matrix's shape: loaded sharded
+                # ``row_var`` of a matrix [m, 1] and ``col_var`` of one [1, n] are sharded when loaded, like matrices
                 if isinstance(state.get(name), FlatDTensor):
                     state[name] = state[name].full_tensor()
             variance = state.get("variance")
@@ -161,8 +161,8 @@ class _Member:
         """Update the weights.
 
         Args:
-            norm: the sum of the squares of the whole parameter.
-            update: the sum of the squares of the whole ``update``.
+            norm: the sum of the squares of the parameter's elements on all ranks.
+            update: the sum of the squares of the elements of ``update`` on all ranks.
         """
         lr, numel, step = float(self.group["lr"]), self.parameter.numel(), float(self.state["step"])
         relative = max(self.group["eps"][1], math.sqrt(norm / numel)) * min(lr, step**-0.5)

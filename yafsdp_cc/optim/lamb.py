@@ -128,7 +128,7 @@ class OneBitLamb(OneBitAdam):
     def _update_all(self, phase: Phase) -> None:
         rows: dict[int, Row] | None = None
         for members in self._by_param_group():
-            if rows is None:  # ``_by_param_group`` records the versions before the step when the loop begins
+            if rows is None:  # not before the loop: as it begins, ``_by_param_group`` reads weights' versions
                 rows = self._update_moments(phase)
             update(Rule.ADAM_MOMENTUM, [rows[id(each)] for each in members if id(each) in rows])
 
@@ -196,8 +196,8 @@ class OneBitLamb(OneBitAdam):
         if rule is LambRule.EXACT:
             settings = lamb_settings(group, 1.0, step, step)
         else:
-            # a parameter that was never trained waits for the next step, which brings an exact gradient
-            trust = 0.0 if learns else float(state["trust"]) * float(state["factor"])  # 0: the weights stay
+            # without a gradient in the second moment, ``lamb_settings`` leaves the weights until an exact one comes
+            trust = 0.0 if learns else float(state["trust"]) * float(state["factor"])  # trust 0 leaves the weights
             settings = lamb_settings(group, trust, step, float(state["variance_step"]))
             fresh = local_of(state["exp_avg_sq_fresh"])
         moment = local_of(state["exp_avg_before" if rule is LambRule.MOMENTUM else "exp_avg"])
@@ -333,7 +333,7 @@ def update_lamb(rule: LambRule, rows: Sequence[LambRow]) -> Tensor:
 
 
 def _update_plainly(rule: LambRule, row: LambRow) -> Tensor:
-    """Update one row in plain torch: the definition of ``update_lamb``. Return sums by stretches, [3, stretches]."""
+    """Update a row in plain torch: the definition of ``update_lamb``. Return [3, stretches]: two sums, a maximum."""
     weights, moment, square = row.weights.to(row.moment.dtype), row.moment, row.square
     gradient = row.gradient.to(moment.dtype)
     carry, taken, unbias, eps, share, largest, keep, rate, decay, carry2, taken2, unbias_fresh, gain = row.settings

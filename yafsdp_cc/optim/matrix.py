@@ -89,8 +89,8 @@ class MatrixOptimizer(Optimizer):
     ) -> Sequence[Tensor]:
         """Return the update of each matrix, which is subtracted from it times ``learning_rate``.
 
-        ``step`` calls ``updates`` on the rank that owns the matrices, for all of one shape and parameter group
-        together. The number of matrices may differ from step to step, as a parameter without a gradient is left out.
+        ``step`` calls ``updates`` on the rank that updates the matrices, for several of one shape and parameter group
+        at once. The number of matrices may differ from step to step, as a parameter without a gradient is left out.
 
         Args:
             gradients: [m, n] each, means over all ranks, fp32 at least; may be changed.

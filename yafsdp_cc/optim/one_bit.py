@@ -214,7 +214,7 @@ class OneBitOptimizer(Optimizer):
                 self._warn_of_clipping(gradients)
             self._drop_exact_means()
         self._set_steps(self.steps + 1)
-        self._plan_phase()  # the all-gathers of ``_update_all`` are exact or deltas as in the next step
+        self._plan_phase()  # all-gathers that ``_update_all`` issues belong to the next step's phase
         self._update_all(phase)
         self._plan_phase()  # now it is known whether a second moment has seen no gradient yet
         return loss
@@ -293,7 +293,7 @@ class OneBitOptimizer(Optimizer):
                     taken.add(buffer)
                     state.context.gather_stream.wait_for_caller()
                     group.prefetch()
-        yield list(left.values())  # the parameters left are replicated
+        yield list(left.values())  # parameters of no group are replicated
 
     # State
 
@@ -388,7 +388,7 @@ class OneBitOptimizer(Optimizer):
         for schedule, state in states.items():
             schedule.set_controller(self, self.max_grad_norm)
             state.outdated = True
-        for compressed in self._encoded.values():  # drop the state of an earlier optimizer of the model
+        for compressed in self._encoded.values():  # drop what an earlier optimizer of the model left
             compressed.momentum = compressed.exact_mean = compressed.carried_over = None
             compressed.clear()
             if hasattr(compressed, "context"):
@@ -547,7 +547,7 @@ class OneBitOptimizer(Optimizer):
             name = type(self).__name__
             warnings.warn(
                 f"the loop clips gradients (by now to {after / before:.2g} of their norm), and {name} does not know "
-                "the limit: after the warm-up they are sent as they are, and those of many times it do lasting harm. "
+                "the limit: after the warm-up gradients are sent unclipped, and very large ones do lasting harm. "
                 f"Pass max_grad_norm=..., as clip_grad_norm_ has it, to {name} too. A loop that divides .grad, by the "
                 "number of tokens for example, has to divide the loss in its place",
                 stacklevel=3,

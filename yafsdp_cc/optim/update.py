@@ -33,7 +33,7 @@ class Rule(IntEnum):
     SGD_GRADIENT = 0
     """SGD by a decoded gradient g: g += λ·w; m = β·m + g; w -= γ·m"""
     SGD_MOMENTUM = 1
-    """SGD by a decoded momentum g: m += λ·w; w -= γ·(g + λ·w). m is this rank's part, which the next sum carries on."""
+    """SGD by a decoded momentum g: m += λ·w; w -= γ·(g + λ·w). m, this rank's part, is carried on by the next sum."""
     ADAM_GRADIENT = 2
     """Adam by a decoded gradient g: m = β₁·m + (1 − β₁)·g; then as ADAM_MOMENTUM, with m as g."""
     ADAM_MOMENTUM = 3

@@ -218,11 +218,11 @@ class ParameterServer:
         if (state["rank"], state["ranks"]) != (self._rank, world):
             raise ValueError(
                 f"rank {self._rank} of {world} cannot resume from the part of rank {state['rank']} of {state['ranks']}"
-                ": each from its own, and as many ranks"
+                ": each rank needs its own part, and as many ranks as saved"
             )
         if (state["residual"] is None) != (self._residual is None):
             raise ValueError(
-                "a checkpoint with a codec resumes with one, and one without a codec without: change codec="
+                "a checkpoint saved with a codec resumes only with a codec, others only without: change codec="
             )
         with self._at_rest():
             self.shard.load_state_dict(state["shard"])
@@ -241,7 +241,7 @@ class ParameterServer:
                 lambda: self._failure or self.shard.clocks == clocks, self._timeout.total_seconds()
             )
             if not done or self._failure:
-                raise self._error(f"not all that was pushed arrived within {self._timeout}")
+                raise self._error(f"not all pushed gradients arrived within {self._timeout}")
             yield
         with self._naming():
             dist.barrier(self._group)  # else a rank that is ahead could push to a shard that is still copied
@@ -278,7 +278,7 @@ class ParameterServer:
 
     @contextmanager
     def _naming(self, peer: int | None = None) -> Iterator[None]:
-        """Raise the first reason that any rank has given in place of a collective's error, or of one with ``peer``."""
+        """Replace errors of a collective, or of a message to or from ``peer``, by the first error of any rank."""
         try:
             yield
         except RuntimeError as error:
@@ -507,7 +507,7 @@ class ServerShard:
         """Load the ``state_dict`` of a shard of the same length, with as many workers.
 
         Raises:
-            ValueError: the state is of another optimizer, or of another ``adaptive``.
+            ValueError: the state was saved with another optimizer, or another ``adaptive``.
         """
         group = self._optimizer.param_groups[0].keys()
         if state["optimizer"]["param_groups"][0].keys() != group:
