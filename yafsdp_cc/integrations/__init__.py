@@ -1,4 +1,4 @@
-"""Adapters for other frameworks. Each module imports its framework when it is called."""
+"""Adapters for other training frameworks. An adapter imports its framework only when one of its functions is called."""
 
 from yafsdp_cc.integrations import accelerate, lightning, pipelining, titan, transformers
 

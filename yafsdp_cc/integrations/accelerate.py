@@ -20,11 +20,11 @@ def accept_sharded(accelerator: Accelerator, model: nn.Module) -> Accelerator:
     """Let ``accelerator`` treat ``model``, which ``yafsdp_cc.shard`` has sharded, as FSDP2's; return ``accelerator``.
 
     ``prepare(model, optimizer, ...)`` then wraps nothing, ``save_state`` and ``load_state`` go through
-    ``torch.distributed.checkpoint``, and ``get_state_dict`` gathers. An ``fsdp_plugin`` that the accelerator was made
-    with stays; of its settings only those of saving matter.
+    ``torch.distributed.checkpoint``, and ``get_state_dict`` returns unsharded weights. An ``fsdp_plugin`` that the
+    accelerator was made with stays in place; only its settings of saving have an effect.
 
     Raises:
-        ValueError: ``model`` is not sharded, or the plugin is for the first FSDP.
+        ValueError: ``model`` is not sharded, or ``fsdp_plugin`` is for the first FSDP (``fsdp_version=1``).
     """
     from accelerate import PartialState
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
@@ -40,12 +40,12 @@ def accept_sharded(accelerator: Accelerator, model: nn.Module) -> Accelerator:
         )
     if state.fsdp_plugin.fsdp_version != 2:
         raise ValueError("this Accelerator has a plugin for the first FSDP: leave fsdp_plugin out, or fsdp_version=2")
-    # set the type of both states: a data loader makes a new AcceleratorState, which copies the type from PartialState
+    # set the type in PartialState too: a data loader makes a new AcceleratorState, which copies it from PartialState
     state.distributed_type = PartialState().distributed_type = DistributedType.FSDP
 
     def prepare(*objects: Any) -> tuple[Any, ...]:
         prepared = [_prepare(accelerator, each) for each in objects]
-        # a second pass: schedulers look for their optimizer among the objects that the first pass has prepared
+        # prepare schedulers in a second pass: they look for their optimizer among objects that the first has prepared
         return tuple(each if isinstance(each, nn.Module) else accelerator._prepare_one(each) for each in prepared)
 
     accelerator._prepare_fsdp2 = prepare
@@ -55,7 +55,7 @@ def accept_sharded(accelerator: Accelerator, model: nn.Module) -> Accelerator:
 def _prepare(accelerator: Accelerator, each: Any) -> Any:
     if not isinstance(each, nn.Module):
         return accelerator._prepare_one(each, first_pass=True)
-    check_sharded(each)  # Accelerate would shard or wrap the model again without a word
+    check_sharded(each)  # refuse a model that is not sharded: nothing below would shard it
     if each in accelerator._models:
         return each
     return accelerator.prepare_model(each, evaluation_mode=True)

@@ -58,7 +58,7 @@ def parallelize(
         from torchtitan.distributed.compile import apply_compile
 
         apply_compile(model, compile_config=compile_config, parallel_dims=parallel_dims)
-    # embeddings and head are units of their own: a Trainer that computes the loss in chunks calls the head by itself
+    # make embeddings and head units of their own: a Trainer that computes the loss in chunks calls the head alone
     ends = {"tok_embeddings", "lm_head"} & {name for name, _ in model.named_children()}
     shard(
         model,
@@ -76,7 +76,7 @@ def parallelize(
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
-    # the Trainer calls to_empty and init_weights next, as if the model were still on the meta device
+    # disable to_empty and init_weights: the Trainer calls them next, as if the model were still on the meta device
     model.__dict__.update(to_empty=lambda **_: model, init_weights=lambda **_: None)
     return model
 

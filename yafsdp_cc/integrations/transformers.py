@@ -25,7 +25,7 @@ def accept_sharded_model(trainer: AnyTrainer) -> AnyTrainer:
     The trainer then makes its optimizer from the sharded parameters, wraps nothing, writes and resumes checkpoints of
     ``torch.distributed.checkpoint``, and ``trainer.save_model()``, to be called on every rank, writes unsharded weights
     for ``from_pretrained``. ``generate`` of the model goes on until all ranks are done, unless it is passed
-    ``synced_gpus=False``. Call this before ``trainer.train()``; returns the same object.
+    ``synced_gpus=False``. Call ``accept_sharded_model`` before ``trainer.train()``; it returns ``trainer``.
     """
     from transformers import TrainerCallback
 
@@ -40,15 +40,15 @@ def accept_sharded_model(trainer: AnyTrainer) -> AnyTrainer:
             _run_together(model)
 
     _run_together(trainer.model)
-    # The Trainer's label smoothing shifts the labels of a model only if it knows what ``_get_name`` returns.
+    # Return the unsharded class's name: the Trainer's label smoothing shifts labels only for names that it knows.
     trainer.model.__dict__["_get_name"] = functools.partial(str, class_of(trainer.model).__name__)
     trainer.add_callback(KeepGenerate())
     save = trainer.save_model
 
     def save_model(output_dir: str | None = None, _internal_call: bool = False) -> None:
         if _internal_call:
-            # The Trainer makes a checkpoint's folder only after its ranks have looked which checkpoint is the best.
-            # Without the folder ranks could find different ones, and load parts of two checkpoints at the end.
+            # The Trainer makes a checkpoint's folder only after each rank has looked which checkpoint is the best.
+            # Without the folder ranks could choose different checkpoints, and load parts of two at the end.
             os.makedirs(output_dir or trainer.args.output_dir, exist_ok=True)
         else:  # on a user's call the Trainer itself would silently write nothing
             trainer._save(output_dir, state_dict=trainer.accelerator.get_state_dict(trainer.model))
@@ -59,10 +59,10 @@ def accept_sharded_model(trainer: AnyTrainer) -> AnyTrainer:
 
 
 def _run_together(model: nn.Module) -> None:
-    """Make ``generate`` and layers that are left out at random call the model's units equally often on every rank.
+    """Make ``generate`` and LayerDrop call the model's units equally often on every rank.
 
-    Transformers looks for ``MANAGED``: ``Seq2SeqTrainer`` and ``generate`` at the model, code that leaves out layers at
-    the module around these. Units and modules in units do not get it: torch.compile refuses modules with ``MANAGED``.
+    Transformers looks for the attribute ``MANAGED``: ``Seq2SeqTrainer`` and ``generate`` on the model, LayerDrop on the
+    module that holds the layers. Units and modules in them do not get the attribute: torch.compile refuses it there.
     """
     model.__dict__.pop("generate", None)
     units = {module for module in model.modules() if isinstance(module, ShardedModule)} - {model}
@@ -83,7 +83,7 @@ def metrics_callback(folder: str | Path, **options: Any) -> TrainerCallback:
 
     class WriteMetrics(TrainerCallback):  # type: ignore[misc]
         metrics: Metrics | None = None
-        """Metrics of the training that has begun; None before ``train``, when ``evaluate`` may log already."""
+        """Metrics of the training that has begun; None before ``train``, when ``Trainer.evaluate`` may log already."""
 
         def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **_: Any) -> None:
             made = {"first_step": state.global_step, "total_steps": state.max_steps, "every": 0}
@@ -99,7 +99,7 @@ def metrics_callback(folder: str | Path, **options: Any) -> TrainerCallback:
                 return
             if "loss" in figures:
                 self.metrics.report(**figures)
-            elif any(name.startswith("eval_") for name in figures):  # of several sets, eval_NAME_loss
+            elif any(name.startswith("eval_") for name in figures):  # several sets: eval_NAME_loss
                 known = {"val_loss": figures.pop("eval_loss")} if "eval_loss" in figures else {}
                 self.metrics.record(**known, **figures)
 

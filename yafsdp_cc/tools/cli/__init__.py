@@ -21,13 +21,13 @@ COMMANDS = {
     "profile": "record some steps of a training script, by torch.profiler or Nsight Systems",
     "report": "show traces and runs as tables",
 }
-"""Description of each command; its module has ``main(argv) -> exit status``."""
+"""Description of each command; the module of a command has ``main(argv) -> exit status``."""
 MODULES = {"try": "try_"}
-"""Module of each command whose name, a keyword of Python, no module can have."""
+"""Module of each command whose own name is a keyword of Python, and so cannot be a module's."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; return its exit status."""
+    """Run one command of ``yafsdp-cc``; return its exit status."""
     _open_what_is_closed()
     name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if name in ("-h", "--help"):
@@ -46,14 +46,14 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     status = interruptible(lambda: importlib.import_module(f"yafsdp_cc.tools.cli.{MODULES.get(name, name)}").main(rest))
     if argv is None and name == "estimate":
-        # A backward starts threads of autograd: one that begins only while the interpreter ends aborts the process.
+        # A backward starts autograd's threads: one that begins only as the interpreter shuts down aborts the process.
         sys.stderr.flush()
         os._exit(status)
     return status
 
 
 def _open_what_is_closed() -> None:
-    """Open closed standard streams on /dev/null: otherwise other files would get their descriptors, and their text."""
+    """Open closed standard streams on /dev/null: files opened later would get their numbers, and what is printed."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)
@@ -69,6 +69,6 @@ def interruptible(command: Callable[[], int]) -> int:
         return status
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader, such as `| head`, has closed the pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes stdout at exit
+    except BrokenPipeError:  # the reader of stdout, such as `| head`, has closed the pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
         return 141

@@ -18,8 +18,8 @@ def capture(wanted: str) -> Recording:
 
     Args:
         wanted: ``tool:first:last:folder``: ``kineto`` writes ``rank0.json.gz`` and so on into the folder, ``nsys``
-            starts and stops the range that Nsight Systems records. Steps are those of the first optimizer that makes
-            one, from 1 on; each is a range ``YaFSDP::iteration (number)``.
+            starts and stops the range that Nsight Systems records. Steps are counted from 1, at the first optimizer
+            that makes one; each is a range ``YaFSDP::iteration (number)``.
     """
     tool, first, last, folder = wanted.split(":", 3)
     recording = Recording(tool == "kineto", int(first), int(last), folder)
@@ -29,7 +29,7 @@ def capture(wanted: str) -> Recording:
 
 
 class Recording:
-    """A recording in progress, of which the first step begins now."""
+    """Records the optimizer steps ``first`` to ``last``; step 1 begins when the object is made."""
 
     def __init__(self, by_kineto: bool, first: int, last: int, folder: str) -> None:
         self._tool: Any = torch.profiler.profile(record_shapes=True) if by_kineto else torch.cuda.profiler.profile()
@@ -71,7 +71,7 @@ class Recording:
             os.replace(f"{path}.part.json.gz", path)
 
     def at_exit(self) -> None:
-        """Write the recording of a script that ends before the last step to record."""
+        """Write the recording, and warn, if the script ends before the last step to record."""
         if self._made < self._last:
             self._end_step(is_last=True)
             wanted = f"steps {self._first} to {self._last} were to be recorded"
@@ -79,6 +79,6 @@ class Recording:
 
 
 def synchronize() -> None:
-    """Wait for the work of the GPU, if this process has begun to use one."""
+    """Wait until the GPU has done its work, if this process uses one."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()

@@ -21,7 +21,7 @@ def main(argv: list[str]) -> int:
         elif asked.form == "show":
             settings = _with_torchrun(read(asked.file, asked.set))
             if any(name.startswith("compression.") and name != "compression.gradients" for name in settings):
-                # settings of a compression may exclude each other, which torch is imported to tell
+                # check that settings of the compression do not exclude each other, for which torch is imported
                 from yafsdp_cc.compression.config import compression_of_run
 
                 compression_of_run(settings)
@@ -60,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _with_torchrun(settings: Settings) -> Settings:
-    """Add settings that torchrun's own variables make, with a precedence just below ``--set``."""
+    """Add settings from torchrun's environment variables (``PET_...``), which only ``--set`` overrules."""
     variables = {name: f"PET_{name.partition('.')[2].upper()}" for name in known() if name.startswith("launch.")}
     from_torchrun = {
         name: Setting(os.environ[variable], variable)

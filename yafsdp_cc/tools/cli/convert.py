@@ -22,7 +22,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--config", metavar="FILE", help="the model's config.json, to put beside the weights")
     asked = parser.parse_args(argv)
 
-    import torch  # only after the flags are checked: importing torch takes seconds
+    import torch  # torch is imported only after the flags are checked, as that takes seconds
 
     from yafsdp_cc.checkpoint.full import convert
 

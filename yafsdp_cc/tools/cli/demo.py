@@ -8,10 +8,10 @@ from pathlib import Path
 
 
 def main(argv: list[str]) -> int:
-    """Check the flags once, then launch; return the exit status of the job."""
+    """Check the flags here, once for all ranks, then launch the job; return its exit status."""
     asked = parser().parse_args(argv)
 
-    import torch  # only after the flags are checked: importing torch takes seconds
+    import torch  # torch is imported only after the flags are checked, as that takes seconds
 
     from yafsdp_cc.tools.cli import launch
 
@@ -22,7 +22,7 @@ def main(argv: list[str]) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the flags, which the command and every rank use."""
+    """Return the parser of the demo's flags, which both the command and every rank use."""
     about = "Trains a byte-level GPT of ten million parameters, sharded across ranks."
     flags = argparse.ArgumentParser(prog="yafsdp-cc demo", description=about, allow_abbrev=False)
     flags.add_argument("--ranks", type=positive, default=2, help="processes on this machine (%(default)s)")
@@ -40,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def positive(text: str) -> int:
-    """Parse a positive number."""
+    """Parse a positive integer."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")

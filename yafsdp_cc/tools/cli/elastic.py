@@ -59,14 +59,14 @@ from yafsdp_cc.tools.cli.runner import NOTICES
 
 T = TypeVar("T")
 ALONE = "localhost:0"
-"""Endpoint of a run on this machine alone."""
+"""Rendezvous endpoint of a run on this machine alone."""
 _PATIENCE = 3
 """Seconds that ranks have to end after Ctrl-C before the launcher says that it waits for them."""
 
 
 def run(options: argparse.Namespace, parser: argparse.ArgumentParser, folder: Path, title: str) -> int:
     """Run the ranks of this node with torchrun's ``options``, with logs in ``folder``; return the exit status."""
-    # name flight-recorder files: after a time-out NCCL's process groups write them, and the runner does it for gloo's
+    # set the path of flight-recorder files: NCCL's process groups write them after a time-out, for gloo's the runner
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     by_older_name = os.environ.get("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", f"{folder.absolute()}/flight-recorder-rank-")
     os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", by_older_name)
@@ -80,7 +80,7 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser, folder: Pa
             shown = {int(rank) for rank in chosen.split(",")} if chosen else None
             config.logs_specs = logs = RankLogs(folder, errors, shown, title)
         place = config.rdzv_endpoint
-        # torch's own id, "none", is that of every run without --rdzv-id: on one node nobody continues such a run
+        # every run without --rdzv-id has torch's default id, "none": on one node no other launcher continues such a run
         is_alone = place == ALONE or (config.max_nodes == 1 and config.run_id == "none")
         memory, status = RunMemory(options.name, "" if is_alone else f"{config.run_id}-{place}"), 1
         job = _Job(folder, logs, "" if config.max_nodes == 1 else " on this node", memory.was_left, [])
@@ -88,7 +88,7 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser, folder: Pa
             status = _launch(job, launch, parser)
             return status
         except SignalException as stopped:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # ignore Ctrl-C: the launcher is ending
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # no Ctrl-C while the launcher ends
             return 128 + stopped.sigval
         finally:
             memory.close(status)
@@ -103,7 +103,7 @@ class _Job(NamedTuple):
     logs: RankLogs | None
     where: str
     is_again: bool
-    """Whether an earlier launcher on this node took part in this run."""
+    """Whether a launcher that ran earlier on this node took part in the same run."""
     left: list[int]
     """Ranks of this node that had ended with status 0 when torch's agent last looked."""
 
@@ -120,7 +120,7 @@ def _torch_config(
         options.rdzv_backend, options.rdzv_endpoint, options.rdzv_id = "c10d", ALONE, str(uuid.uuid4())
     options.master_port = options.master_port or 29500
     is_file = "/" in options.rdzv_endpoint
-    if is_file:  # launchers meet in a file that all nodes see: there is no store that dies with one of them
+    if is_file:  # launchers meet in a file, not in a store, which would die with its node
         options.rdzv_backend, options.rdzv_conf = "c10d", f"{options.rdzv_conf},store_type=file".lstrip(",")
     try:
         config, command, arguments = torchrun.config_from_args(options)
@@ -132,7 +132,7 @@ def _torch_config(
     rendezvous_handler_registry.register(FreshStores.BACKEND, FreshStores)
     config.rdzv_configs["meets_by"], config.rdzv_backend = config.rdzv_backend, FreshStores.BACKEND
     handled = [name for name in map(str.strip, config.signals_to_handle.split(",")) if name != "SIGINT"]
-    # nohup has SIGHUP ignored: torch's agent would handle it all the same, and end the ranks with the terminal
+    # leave out ignored signals, as SIGHUP under nohup: torch's agent would end the ranks when the terminal closes
     config.signals_to_handle = ",".join(
         name for name in handled if signal.getsignal(getattr(signal, name, signal.SIGTERM)) != signal.SIG_IGN
     )
@@ -140,7 +140,7 @@ def _torch_config(
 
 
 def _is_here(endpoint: str) -> bool:
-    """Return whether an endpoint is an address that no other machine reaches."""
+    """Return whether an endpoint is a loopback address, which no other machine reaches."""
     host, _ = parse_rendezvous_endpoint(endpoint, 0)
     with suppress(OSError):
         return all(ip_address(each[4][0]).is_loopback for each in socket.getaddrinfo(host, 0))
@@ -162,13 +162,13 @@ def _launch(job: _Job, launch: Callable[[], object], parser: argparse.ArgumentPa
             return result
 
         def _pass_on(self, number: int, _frame: FrameType | None) -> None:
-            """Send the ranks a signal that would end this process."""
+            """Send the ranks a signal that without this handler would end the launcher."""
             for pid in self._pcontext.pids().values() if self._pcontext is not None else ():
                 with suppress(ProcessLookupError):
                     os.kill(pid, number)
 
         def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-            if isinstance(self._pcontext, SubprocessContext):  # before the agent ends the others, when one has failed
+            if isinstance(self._pcontext, SubprocessContext):  # look before torch's agent ends the other ranks
                 handlers = self._pcontext.subprocess_handlers.items()
                 job.left[:] = [worker_group.workers[i].global_rank for i, each in handlers if each.proc.poll() == 0]
             result: RunResult = super()._monitor_workers(worker_group)
@@ -180,7 +180,7 @@ def _launch(job: _Job, launch: Callable[[], object], parser: argparse.ArgumentPa
 
     signal.signal(signal.SIGINT, _stop_ranks)
     try:
-        # ``elastic_launch`` takes the agent class from this attribute, and from no argument
+        # torch's ``elastic_launch`` takes the class of its agent from this attribute; it has no argument for the class
         setattr(launcher_api, "LocalElasticAgent", Agent)  # noqa: B010  (mypy forbids the assignment)
         launch()
     except ChildFailedError as failed:
@@ -194,7 +194,7 @@ def _launch(job: _Job, launch: Callable[[], object], parser: argparse.ArgumentPa
 
 
 def _stop_ranks(_signal: int, _frame: FrameType | None) -> NoReturn:
-    """Handle Ctrl-C: torch's agent interrupts the ranks and waits up to 30 seconds for their end."""
+    """Handle the first Ctrl-C: torch's agent interrupts the ranks and waits up to 30 seconds for their end."""
     signal.signal(signal.SIGINT, _kill_ranks)
     waits = threading.Timer(_PATIENCE, os.write, (2, b"yafsdp-cc: waiting for the ranks to end; Ctrl-C kills them\n"))
     waits.daemon = True
@@ -203,11 +203,11 @@ def _stop_ranks(_signal: int, _frame: FrameType | None) -> NoReturn:
 
 
 def _kill_ranks(_signal: int, _frame: FrameType | None) -> None:
-    """Handle a second Ctrl-C: kill the ranks; the agent, which waits for them, then ends as after the first."""
+    """Handle a second Ctrl-C: kill the ranks, for which torch's agent waits; it then ends as after the first."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     children = [int(pid) for task in Path("/proc/self/task").glob("*/children") for pid in task.read_text().split()]
     for pid in children:
-        # killpg first: it also ends the children of a rank that leads its own session
+        # try killpg first: it also ends the children of a rank that leads its own process group
         for kill in (os.killpg, os.kill):
             with suppress(ProcessLookupError):
                 kill(pid, signal.SIGKILL)
@@ -215,13 +215,13 @@ def _kill_ranks(_signal: int, _frame: FrameType | None) -> None:
 
 
 class _EndedError(Exception):
-    """Raised in a launcher that comes when the run of the others has come to its good end."""
+    """Error of a launcher that joins a run which the other launchers have already ended with success."""
 
 
 class _OwnClock(C10dRendezvousBackend):
-    """A backend whose heartbeats, as this node reads them, are as old as their last change that this node has seen.
+    """A c10d rendezvous backend that dates each node's heartbeat by when this node saw it change, by its own clock.
 
-    torch's launcher takes a node for dead by comparing that node's wall clock with its own: clocks differ, and jump.
+    torch takes a node for dead by comparing that node's wall clock with this one's: wall clocks differ, and jump.
 
     Args:
         interval: seconds between two heartbeats of a launcher.
@@ -230,10 +230,10 @@ class _OwnClock(C10dRendezvousBackend):
     def __init__(self, store: Store, run_id: str, interval: int) -> None:
         super().__init__(store, run_id)
         self._beats: dict[object, tuple[datetime, float]] = {}
-        """Each node's last heartbeat as that node wrote it, and when, by this node's monotonic clock."""
+        """Each node's last heartbeat as that node wrote it, and when this node saw it change, by ``time.monotonic``."""
         self._shown: dict[object, datetime] = {}
         if found := super().get_state():
-            # heartbeats that are there may be a dead node's, and are as old as they say; those of living nodes change
+            # heartbeats found here may be of dead nodes: take their age as written; living nodes soon write new ones
             for node, beat in pickle.loads(found[0]).last_heartbeats.items():
                 age = datetime.now(timezone.utc) - beat
                 self._beats[node] = beat, time.monotonic() - max(0.0, age.total_seconds())
@@ -268,17 +268,17 @@ class FreshStores(RendezvousHandler):
     use one store for all attempts: a restarted rank would find addresses of ranks that are gone.
 
     Args:
-        params: ``--rdzv-...``; ``meets_by`` in its config is the backend.
+        params: torchrun's ``--rdzv-...`` options; ``meets_by`` in ``params.config`` names torch's backend.
     """
 
     BACKEND = "yafsdp_cc"
 
     def __init__(self, params: RendezvousParameters) -> None:
         backend, nodes = params.config.pop("meets_by"), (params.min_nodes, params.max_nodes)
-        params.config.setdefault("keep_alive_interval", 1)  # a dead launcher is noticed after 5 s; default: 15 s
+        params.config.setdefault("keep_alive_interval", 1)  # notice a dead launcher after 5 s, not 15 s
         params.config.setdefault("keep_alive_max_attempt", 5)
         is_here = params.config.pop("is_here") and backend in ("static", "c10d")
-        # not ``params`` itself: torch compares its backend with this handler's afterwards
+        # copy ``params``: torch afterwards compares the backend that they name with this handler's
         inner = RendezvousParameters(
             backend, params.endpoint, params.run_id, *nodes, params.local_addr, **params.config
         )
@@ -289,19 +289,19 @@ class FreshStores(RendezvousHandler):
         self._place, self._least = params.endpoint, params.min_nodes
         self._attempt = 0
         self._server: TCPStore | None = None
-        """Store where ranks meet, if this node serves it: in a first attempt at the user's port, else at a free one."""
+        """Store where ranks meet, if this node serves it; its port is the user's in a first static attempt, or free."""
         self._store: Store | None = None
         """Store in which launchers meet, if torch's c10d backend or this class has made one."""
         self._ended = f"yafsdp_cc/ended/{inner.run_id}"
         try:
-            seconds = 2 * (inner.get_as_int("read_timeout") or 60)  # torch tries twice, for ``read_timeout`` each
+            seconds = 2 * (inner.get_as_int("read_timeout") or 60)  # torch connects twice, for ``read_timeout`` each
             if is_here:
                 _, port = parse_rendezvous_endpoint(params.endpoint, 29400)
                 if backend == "static":
                     self._server, port = self._meet(lambda: _listening_store("localhost", port)), 0
                 if inner.get("store_type", "tcp") == "tcp":
-                    # on localhost alone: torch's own store listens on all interfaces, and launchers unpickle its values
-                    with suppress(OSError):  # the port is taken: torch's own store joins another run's there
+                    # listen on localhost alone: torch's would on all interfaces, and launchers unpickle its values
+                    with suppress(OSError):  # the port is taken: let torch join another run's store there
                         self._store = _listening_store("localhost", port)
             if self._store is None and backend == "c10d":
                 _, self._store = self._meet(lambda: create_backend(inner), seconds)
@@ -315,10 +315,10 @@ class FreshStores(RendezvousHandler):
             raise argparse.ArgumentError(None, f"--rdzv-backend, --rdzv-endpoint or --rdzv-conf: {error}") from error
 
     def _meet(self, others: Callable[[], T], seconds: int | None = None) -> T:
-        """Return the result of ``others``, or raise a ``RendezvousError`` of one line that names the endpoint.
+        """Call ``others``, which waits for other launchers; return its result, or raise a one-line ``RendezvousError``.
 
-        ``others`` runs in a thread: torch's wait for other nodes, of a quarter of an hour, ignores Ctrl-C, and its wait
-        for the answer of a program that is no store ignores its own time-out.
+        ``others`` runs in a thread: torch waits for other nodes a quarter of an hour and ignores Ctrl-C meanwhile, and
+        if a program that is no store listens at the endpoint, torch's time-out has no effect.
         """
         met: Future[T] = Future()
 
@@ -338,7 +338,7 @@ class FreshStores(RendezvousHandler):
             raise RendezvousError(f"{self._place}: {reason}") from error
         except (RendezvousError, DistError, OSError) as error:
             reason = _first_line(error.__cause__ or error)
-            if "address already in use" in reason.lower():  # torch's words and Python's
+            if "address already in use" in reason.lower():  # torch's case differs from Python's
                 reason = "another program listens on this port; name another, or none if this is the only node"
                 raise RendezvousError(f"{self._place}: {reason}") from error
             raise RendezvousError(f"not all launchers have met at {self._place}: {reason}") from error
@@ -353,7 +353,7 @@ class FreshStores(RendezvousHandler):
     def _next(self, attempt: int) -> RendezvousInfo:
         try:
             info = self._inner.next_rendezvous()
-            while info.world_size < self._least:  # torch removes a node that hangs from those that have met
+            while info.world_size < self._least:  # torch has removed a node that hangs
                 print("yafsdp-cc: a node was lost while launchers met: meeting again", file=sys.stderr)
                 info = self._inner.next_rendezvous()
         except (RendezvousClosedError, RendezvousGracefulExitError) as error:
@@ -362,11 +362,11 @@ class FreshStores(RendezvousHandler):
             text = f"the run {self.get_run_id()} that meets at {self._place} has ended: another one needs a new place"
             raise _EndedError(text) from error
         place = info.bootstrap_store_info
-        # Keep what torch returned if it has no address for the ranks to meet at, and in the first attempt of the static
-        # backend, in which they meet at the address that the user gave.
+        # Return torch's ``info`` as is if it has no address for the ranks to meet at, and in the first attempt of the
+        # static backend, in which they meet at the address that the user gave.
         if place is None or (self._is_static and not attempt):
             return info
-        # backends other than static prefix keys by round themselves; a node that came late has counted fewer attempts
+        # number attempts for static alone: other backends have a prefix for each round, and late nodes count fewer
         store = PrefixStore(f"yafsdp_cc/{attempt if self._is_static else 'ranks'}", info.store)
         port = None
         if info.rank == 0:
@@ -396,9 +396,9 @@ class FreshStores(RendezvousHandler):
         return self._inner.get_run_id()
 
     def set_ended(self) -> None:
-        """Tell launchers that come later that this run has come to its good end; ``set_closed`` is for any end."""
+        """Tell launchers that come later that this run has ended with success; ``set_closed`` tells of any end."""
         if self._store is not None:
-            with suppress(RuntimeError):  # the node that serves the store has ended before
+            with suppress(RuntimeError):  # the node that served the store has already ended
                 self._store.set(self._ended, "")
 
     def shutdown(self) -> bool:
@@ -420,7 +420,7 @@ def _first_line(error: BaseException) -> str:
 
 
 class Failure(NamedTuple):
-    """How a rank ended. Killed ranks, and those without our runner, write no error file: ``time_ns`` is 0 then, and
+    """How a rank failed. Killed ranks, and those without our runner, write no error file: ``time_ns`` is 0 then, and
     ``traceback`` empty."""
 
     time_ns: int
@@ -441,7 +441,7 @@ def _report(job: _Job, failures: Mapping[int, ProcessFailure]) -> int:
         print(f"yafsdp-cc: rank {failure.rank} failed after it: {failure.summary}", file=sys.stderr)
     print(f"yafsdp-cc: the output of every rank is in {job.folder}", file=sys.stderr)
     prefix = Path(os.environ["TORCH_FR_DUMP_TEMP_FILE"])
-    # torch makes the folders of error files when an attempt begins: older traces are of other failures
+    # ignore flight-recorder files of earlier attempts: torch makes the folders of error files when an attempt begins
     folders = [Path(failure.error_file).parent.parent for failure in failures.values() if failure.error_file]
     began = min((folder.stat().st_mtime for folder in folders), default=0.0)
     if any(file.stat().st_mtime >= began for file in prefix.parent.glob(f"{prefix.name}*")):
@@ -461,10 +461,10 @@ def _report(job: _Job, failures: Mapping[int, ProcessFailure]) -> int:
 
 
 def _in_order(failures: Mapping[int, ProcessFailure]) -> list[Failure]:
-    """Return this node's failures, the first one first. (torch compares whole seconds, and drops the reasons.)"""
+    """Return this node's failures in the order of time. (torch compares whole seconds, and drops the reasons.)"""
     written = [Path(failure.error_file) for failure in failures.values() if failure.error_file]
     wrote = []
-    for file in {file for path in written for file in path.parent.parent.glob("*/error.json")}:  # failures of all ranks
+    for file in {file for path in written for file in path.parent.parent.glob("*/error.json")}:  # of all ranks
         message = json.loads(file.read_text())["message"]
         extra = message["extraInfo"] if isinstance(message, dict) else {}
         if "time_ns" in extra:
@@ -479,11 +479,11 @@ def _in_order(failures: Mapping[int, ProcessFailure]) -> list[Failure]:
             memory = " (the system may be out of memory)" if code == -signal.SIGKILL else ""
             summary = f"exit status {code}" if code >= 0 else f"killed by signal {-code}{memory}"
             silent.append(Failure(0, rank, code, summary, ""))
-    # A killed rank wrote no error, and the others then lost their connection to it, so it was first. But SIGTERM is how
-    # the launcher itself ends the remaining ranks.
+    # A killed rank writes no error file, and other ranks fail as they lose their connection to it, so it comes first. A
+    # rank killed by SIGTERM does not: the launcher itself ends the remaining ranks by SIGTERM.
     killed = [failure for failure in silent if failure.exit_code < 0 and failure.exit_code != -signal.SIGTERM]
     left = [failure for failure in silent if failure.exit_code > 0]
     wrote.sort()
-    if wrote and re.search("(closed|reset) by peer", wrote[0].traceback):  # the peer left without an exception
+    if wrote and re.search("(closed|reset) by peer", wrote[0].traceback):  # a peer exited without exception
         return [*killed, *left, *wrote]
     return [*killed, *wrote, *left] or silent

@@ -14,11 +14,11 @@ PREFIXES = ("YAFSDP_", "NCCL_", "TORCH", "PYTORCH_", "GLOO_", "OMP_", "MKL_", "K
 
 
 def main(argv: list[str]) -> int:
-    """Print the report; return 0."""
+    """Print a report of this machine and installation; return 0."""
     about = "Describes this machine and installation for a report of a problem: torch.utils.collect_env, and more."
     argparse.ArgumentParser(prog="yafsdp-cc env", description=about, allow_abbrev=False).parse_args(argv)
 
-    import torch  # only after the flags are checked: importing torch takes seconds
+    import torch  # torch is imported only after the flags are checked, as that takes seconds
     from torch.utils.collect_env import get_pretty_env_info, run
 
     from yafsdp_cc.compression.error_feedback import ops_for

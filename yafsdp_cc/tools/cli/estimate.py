@@ -36,11 +36,11 @@ SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
 COUNTS = {"M": 10**6, "B": 10**9, "T": 10**12}
 BATCH, SEQUENCE, RANKS, NODE = 1, 2048, 8, 8
 REACHED = 0.4
-"""Share of a GPU's peak that a step reaches by default: 0.54 and 0.31 fit the two tables of bench/results."""
+"""Share of a GPU's peak that a step reaches by default: 0.54 and 0.31 fit two tables of bench/results."""
 HIDDEN = 0.05
-"""Largest exposed share of a step whose communication counts as hidden."""
+"""Largest share of a step that exposed communication may take and still count as hidden."""
 CODECS = (("fp32", None), ("int8", None), ("int8", "int8"), ("int4", "int8"), ("onebit", "int8"))
-"""Codecs of gradients and of weights that may hide communication, those that lose least first."""
+"""Pairs of codecs, of gradients and of weights, to try for hiding communication, the most accurate pair first."""
 FROM_FLAGS = {
     "precision": ("precision.param", "precision.reduce"),
     "compression": ("compression.gradients",),
@@ -58,12 +58,12 @@ class Row(NamedTuple):
     optimizer: int
     """Bytes of the optimizer's state that the device of a rank holds."""
     in_host: dict[str, int]
-    """Bytes in host memory, by name."""
+    """Bytes that a rank holds in host memory, by what they hold."""
     activations: int | None
-    """Bytes of activations at the peak; None if the model came without a loss."""
+    """Bytes of activations at the peak of a step; None if the model came without a loss."""
     checkpointed: int
     headroom: dict[str, int]
-    """Bytes to leave free, by name."""
+    """Bytes of the device's memory to leave free, by what needs them."""
     assumed: dict[str, str]
     answers: dict[str, str | float]
     """Further figures of the job by their names in the table, such as "MFU, %"."""
@@ -75,7 +75,7 @@ class Row(NamedTuple):
 
     @property
     def memory(self) -> dict[str, int]:
-        """Bytes a rank holds at the peak of a step, by name."""
+        """Bytes that a rank's device holds at the peak of a step, by what they hold."""
         held = {**self.plan.memory, "optimizer state": self.optimizer}
         return held if self.activations is None else {**held, "activations": self.activations}
 
@@ -99,13 +99,13 @@ class Row(NamedTuple):
 
 
 def gpus() -> dict[str, dict[str, str]]:
-    """Return the rows of ``tools/gpus.csv`` by the name of the GPU; its columns say the unit, rates are per second."""
+    """Return the rows of ``tools/gpus.csv`` by the name of the GPU; the names of the columns tell the units."""
     text = (files("yafsdp_cc.tools") / "gpus.csv").read_text(encoding="utf-8")
     return {row["name"]: row for row in csv.DictReader(text.splitlines())}
 
 
 def main(argv: list[str]) -> int:
-    """Estimate and print; return the exit status."""
+    """Estimate the training job and print its figures; return the exit status."""
     flags = parser()
     asked = flags.parse_args(argv)
     _check(flags, asked)
@@ -114,7 +114,7 @@ def main(argv: list[str]) -> int:
     gc.disable()  # the garbage collector would scan hundreds of thousands of new objects, few of which are freed
     try:
         settings = _settings(flags, asked)
-        # ``shard`` takes arguments that it is not given from the variable ``RUN``, which ``launch`` sets in a real run
+        # ``shard`` reads settings from the environment variable ``RUN``, which ``yafsdp-cc launch`` sets in a real run
         with mock.patch.dict(os.environ, {RUN: to_environment(settings)}):
             rows = _rows(flags, asked, settings)
     except ValueError as error:
@@ -126,7 +126,7 @@ def main(argv: list[str]) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the flags of the command."""
+    """Return the parser of the flags of ``yafsdp-cc estimate``."""
     flags = argparse.ArgumentParser(prog="yafsdp-cc estimate", description=ABOUT, allow_abbrev=False)
     model = "a folder or file with a Hugging Face config, a Hugging Face model type, module:factory, or demo"
     flags.add_argument("model", metavar="MODEL", help=model)
@@ -163,7 +163,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _check(flags: argparse.ArgumentParser, asked: argparse.Namespace) -> None:
-    """Complete the flags by the figures of the GPU that was named; refuse those that do not go together."""
+    """Complete the flags by the figures of the GPU that ``--gpu`` names; refuse flags that do not go together."""
     asked.node = asked.node or (NODE if asked.gpu or asked.within else 1)
     asked.peak = asked.memory_rate = None
     if asked.gpu:
@@ -186,7 +186,7 @@ def _check(flags: argparse.ArgumentParser, asked: argparse.Namespace) -> None:
 
 
 def _settings(flags: argparse.ArgumentParser, asked: argparse.Namespace) -> Settings:
-    """Read the run file, which flags overrule, and complete the numbers of ranks from it."""
+    """Read the run file, which flags overrule; take the number of ranks from it if ``--ranks`` is missing."""
     given = {name: getattr(asked, flag) for flag, names in FROM_FLAGS.items() for name in names}
     chosen = [*(f"{name}={value}" for name, value in given.items() if value), *asked.set]
     settings = read(asked.config, chosen)
@@ -194,7 +194,7 @@ def _settings(flags: argparse.ArgumentParser, asked: argparse.Namespace) -> Sett
         settings = read(None, ["precision.param=bf16", *chosen])
     value_of = {name: one.value for name, one in settings.items()}
     launched = {name: str(value_of[name]) for name in ("launch.nnodes", "launch.nproc_per_node") if name in value_of}
-    launched = {name: re.sub(r"^(\d+):\1$", r"\1", text) for name, text in launched.items()}  # 2:2 nodes are 2
+    launched = {name: re.sub(r"^(\d+):\1$", r"\1", text) for name, text in launched.items()}  # 2:2 means 2
     for name, text in () if asked.ranks else launched.items():
         if not text.isdecimal():
             flags.error(f"{name}: {text} leaves the number of ranks open: name --ranks")
@@ -209,7 +209,7 @@ def _settings(flags: argparse.ArgumentParser, asked: argparse.Namespace) -> Sett
 
 
 def _rows(flags: argparse.ArgumentParser, asked: argparse.Namespace, settings: Settings) -> list[Row]:
-    # only after the flags are checked: importing torch takes seconds
+    # torch is imported only after the flags are checked, as that takes seconds
     import torch
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -389,7 +389,7 @@ def _checkpoint(text: str) -> str | int:
 
 
 def _quantity(units: Mapping[str, float]) -> Callable[[str], float]:
-    """Return a parser of numbers that end in one of ``units``, positive ones or 0 seconds."""
+    """Return a parser of positive numbers that end in one of ``units``; of ``SECONDS`` it also takes 0."""
 
     def read(text: str) -> float:
         value = quantity(text, units)

@@ -30,7 +30,7 @@ _RUNNER = "yafsdp_cc.tools.cli.runner"
 
 
 def install(*, is_forking: bool) -> None:
-    """Let torch's agent fork ranks, if ``is_forking``, and continue stopped ranks that are to end, so that they can."""
+    """Let torch's agent fork ranks, if ``is_forking``, and send SIGCONT to stopped ranks that it ends, so they end."""
     if is_forking:
         multiprocessing.set_forkserver_preload(["yafsdp_cc.tools.cli.preload"])
         forkserver.ensure_running()
@@ -45,11 +45,11 @@ def install(*, is_forking: bool) -> None:
             return _Rank(env, list(args[args.index(_RUNNER) + 1 :]), outputs)
 
         def close(self, death_sig: signal.Signals | None = None) -> None:
-            with suppress(ProcessLookupError):  # a fork that has ended is gone at once: the fork server reaps it
+            with suppress(ProcessLookupError):  # the fork server reaps a fork as soon as it ends
                 super().close(death_sig)
-                os.killpg(self.proc.pid, signal.SIGCONT)  # a stopped process handles ``death_sig`` when it goes on
+                os.killpg(self.proc.pid, signal.SIGCONT)  # a stopped process ends only when continued
 
-    # torch's agent takes the handler from this attribute, and from no argument
+    # torch's agent takes the handler of ranks from this attribute; it has no argument for the handler
     setattr(api, "get_subprocess_handler", Handler)  # noqa: B010  (mypy forbids the assignment)
 
 
@@ -64,7 +64,7 @@ class _Rank:
         self._process.start()
         begins.close()
         with begun, suppress(EOFError):
-            begun.recv_bytes()  # the agent may signal the rank's process group once ``__init__`` returns
+            begun.recv_bytes()  # wait for the rank's ``setsid``: the agent may signal its process group
         self.pid = self._process.pid
 
     def poll(self) -> int | None:
@@ -78,7 +78,7 @@ class _Rank:
 
 
 class _Descriptor:
-    """A file descriptor of this process; unpickled in a forked rank, it is the number of the rank's own copy."""
+    """A file descriptor of this process; unpickled in a forked rank, it becomes the number of the rank's own copy."""
 
     def __init__(self, number: int) -> None:
         self._number = number
@@ -88,7 +88,7 @@ class _Descriptor:
 
 
 def _be_rank(environment: dict[str, str], arguments: list[str], outputs: list[int], begins: Connection) -> NoReturn:
-    """Run the runner in a fork as ``python -m`` would, and end as the interpreter does."""
+    """Run ``runner`` in a forked rank as ``python -m`` would, and end the process as the interpreter does."""
     from yafsdp_cc.tools.cli import runner
 
     status = 1
@@ -102,12 +102,12 @@ def _be_rank(environment: dict[str, str], arguments: list[str], outputs: list[in
             os.dup2(descriptor, number)
             os.close(descriptor)
         for stream in (sys.stdout, sys.stderr):
-            cast("io.TextIOWrapper", stream).reconfigure(write_through=True)  # as by python -u
+            cast("io.TextIOWrapper", stream).reconfigure(write_through=True)  # unbuffered, as by python -u
         with suppress(OSError):  # the launcher may have no standard input
             sys.stdin = open(0, closefd=False)  # noqa: SIM115  # multiprocessing has replaced stdin by an empty file
-        multiprocessing.set_start_method(None, force=True)  # reset: the script may set a start method
+        multiprocessing.set_start_method(None, force=True)  # unset, so that the script may set one
         with suppress(KeyError, ValueError):
-            torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))  # OpenMP has read the variable already
+            torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))  # the fork server's OpenMP has read it
         random.seed()
         np.random.seed()
         os.environ.clear()

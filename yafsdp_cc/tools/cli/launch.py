@@ -15,7 +15,7 @@ from typing import Any
 
 from yafsdp_cc.config import RUN, SET, Settings, mistake_in, read, to_environment
 
-# these loggers warn of passed-on signals and failed processes, which the launcher reports once at the end
+# torch's loggers that warn of passed-on signals and failed processes, which the launcher reports at the end
 REPEATED_BY_US = ("torch.distributed.elastic.agent.server.api", "torch.distributed.elastic.multiprocessing.api")
 SLURM = ("SLURM_NODEID", "SLURM_STEP_NODELIST", "SLURM_JOB_ID", "SLURM_STEP_ID")
 USAGE = "yafsdp-cc launch [--config FILE] [--set NAME=VALUE] [--name NAME] [torchrun's flags] script.py ..."
@@ -38,7 +38,7 @@ def _own_flags() -> argparse.ArgumentParser:
 
 def all_flags() -> argparse.ArgumentParser:
     """Return the parser of this command's own flags and torchrun's."""
-    from torch.distributed import run as torchrun  # only after ``--help``: importing it takes seconds
+    from torch.distributed import run as torchrun  # not for ``--help``: importing torch takes seconds
 
     parents = [ours := _own_flags(), torchrun.get_args_parser()]
     return argparse.ArgumentParser(ours.prog, USAGE, ABOUT, parents=parents, conflict_handler="resolve")
@@ -56,7 +56,7 @@ def main(argv: list[str]) -> int:
 
     parser = all_flags()
     if "PET_MASTER_PORT" not in os.environ:
-        parser.set_defaults(master_port=None)  # torch before 2.13 has 29500, as if the user had asked for this port
+        parser.set_defaults(master_port=None)  # torch before 2.13 has 29500, as if the user had named it
     options = _by_precedence(parser, argv, _settings(parser, parser.parse_args(argv)))
     forks.install(is_forking=options.start_method != "spawn")
     ranks = _check(parser, options, torchrun.determine_local_world_size)
@@ -74,7 +74,7 @@ def main(argv: list[str]) -> int:
     except OSError as error:
         parser.error(f"no folder for logs can be made, {error}: name another, --log-dir=DIR")
     title = " ".join([options.training_script, *options.training_script_args])
-    options.run_path = False  # the runner runs every script by runpy, which run_path asks for
+    options.run_path = False  # of torchrun's --run-path, as the runner runs every script by runpy
     if not options.no_python:
         form = ["-m"] if options.module else []
         options.training_script_args = [*form, options.training_script, *options.training_script_args]
@@ -102,7 +102,7 @@ def _settings(parser: argparse.ArgumentParser, given: argparse.Namespace) -> Set
 
     try:
         settings = read(given.config, given.set)
-        # set the variable also without settings: ranks must not inherit settings of an outer launcher
+        # set ``RUN`` even without settings: ranks must not inherit the settings of an outer launcher
         os.environ[RUN] = to_environment(settings)
         compression_of_run()
     except ValueError as error:
@@ -118,7 +118,7 @@ def _by_precedence(parser: argparse.ArgumentParser, argv: list[str], settings: S
             is_text = isinstance(parser.get_default(option), str) and one.value is not None
             parser.set_defaults(**{option: str(one.value) if is_text else one.value})
     options = parser.parse_args(argv)
-    if options.standalone:  # one machine, however many the run file or the environment has for other runs
+    if options.standalone:  # means one machine, whatever the run file or the environment says of nnodes
         parser.set_defaults(nnodes="1:1")
         return parser.parse_args(argv)
     if options.rdzv_endpoint or options.rdzv_backend != "static":
@@ -131,7 +131,7 @@ def _by_precedence(parser: argparse.ArgumentParser, argv: list[str], settings: S
 
 
 def _from_slurm(parser: argparse.ArgumentParser) -> dict[str, Any]:
-    """Return the options by which this machine finds the others of a step that srun has started."""
+    """Return torchrun's options by which launchers that srun has started on several machines find each other."""
     nodes, tasks = (int(os.environ.get(f"SLURM_STEP_NUM_{what}", "1")) for what in ("NODES", "TASKS"))
     if tasks > nodes:
         parser.error(
@@ -140,18 +140,18 @@ def _from_slurm(parser: argparse.ArgumentParser) -> dict[str, Any]:
         )
     if nodes == 1 or any(name not in os.environ for name in SLURM):
         return {}
-    first = re.match(r"(?:[^,\[]|\[[^]]*\])+", os.environ["SLURM_STEP_NODELIST"])  # a list such as node[01-04,07],login
+    first = re.match(r"(?:[^,\[]|\[[^]]*\])+", os.environ["SLURM_STEP_NODELIST"])  # such as node[01-04,07],login
     job = int(os.environ["SLURM_JOB_ID"]) * 64 + int(os.environ["SLURM_STEP_ID"])
     return {
         "nnodes": str(nodes),
         "node_rank": int(os.environ["SLURM_NODEID"]),
         "master_addr": re.sub(r"\[(\d+)[^]]*\]", r"\1", first.group() if first else ""),
-        "master_port": 20000 + job % 12000,  # a port below the ephemeral ones; Slurm's steps differ in it
+        "master_port": 20000 + job % 12000,  # a port below the ephemeral ones, by the number of Slurm's step
     }
 
 
 def _check(parser: argparse.ArgumentParser, options: argparse.Namespace, ranks_of: Callable[[str], int]) -> int:
-    """Report errors once that every rank would report by a traceback; return the number of ranks on this node."""
+    """Refuse options, with one message, that every rank would fail on; return the number of ranks on this node."""
     script = Path(options.training_script)
     if not (options.module or options.no_python or script.is_file() or (script / "__main__.py").is_file()):
         why = ", a folder without __main__.py" if script.is_dir() else ""

@@ -31,7 +31,7 @@ class RankLogs(DefaultLogsSpecs):
 
     Args:
         errors: a folder for the files in which ranks tell why they fail.
-        shown: local ranks on the console; None: rank 0 of all.
+        shown: local ranks whose output also goes to the console; None: global rank 0.
     """
 
     def __init__(self, folder: Path, errors: str, shown: Collection[int] | None, title: str) -> None:
@@ -40,10 +40,10 @@ class RankLogs(DefaultLogsSpecs):
         self._attempt = 0
         self._copies: _Copies | None = None
         self._begins: dict[int, int] = {}
-        """Place in the log where the output of this attempt begins, by rank, of ranks that are not on the console."""
+        """Byte of the log at which this attempt's output begins, by rank, for ranks that are not on the console."""
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Open the logs of another attempt; called by torch's agent before it starts the ranks."""
+        """Open the logs for another attempt; torch's agent calls ``reify`` before it starts the ranks."""
         self.finish()
         destinations = super().reify(envs)
         self._attempt += 1
@@ -53,7 +53,7 @@ class RankLogs(DefaultLogsSpecs):
             when = time.strftime("%Y-%m-%d %H:%M:%S")
             head = f"==== {when}, attempt {self._attempt}: rank {rank} of {env['WORLD_SIZE']}, {self._title}\n"
             try:
-                self._folder.mkdir(parents=True, exist_ok=True)  # a script may have removed it, with its run's folder
+                self._folder.mkdir(parents=True, exist_ok=True)  # a script may have removed the folder of logs
                 log = os.open(self.path(rank), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
                 _lock(log, self.path(rank))
                 _write(log, os.fsencode(head))
@@ -70,18 +70,18 @@ class RankLogs(DefaultLogsSpecs):
         return destinations
 
     def finish(self) -> None:
-        """Copy what is left in the pipes, without waiting for children of ranks that hold them open."""
+        """Copy what ranks have left in their pipes, without waiting for children of ranks that hold the pipes open."""
         if self._copies is not None:
             self._copies.finish()
             self._copies = None
 
     def path(self, rank: int) -> Path:
-        """Return the log of a rank."""
+        """Return the path of a rank's log."""
         return self._folder / f"rank-{rank}.log"
 
     def append(self, rank: int, text: str) -> None:
         """Append ``text`` to the log of a rank that has ended."""
-        with suppress(OSError), self.path(rank).open("ab") as file:  # a full disk was reported already
+        with suppress(OSError), self.path(rank).open("ab") as file:  # ``_Copies`` has reported a full disk
             file.write(text.encode(errors="backslashreplace"))
 
     def last_lines(self, rank: int) -> list[str]:
@@ -90,7 +90,7 @@ class RankLogs(DefaultLogsSpecs):
         A progress bar, which rewrites one line, appears in its last state; of long lines only the ends appear.
         """
         text = ""
-        # a rank on the console has no place in the log, and a script may have removed its run's folder
+        # ``_begins`` has no ranks on the console, and a script may have removed the folder of logs
         with suppress(KeyError, OSError), self.path(rank).open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(self._begins[rank], size - (1 << 16)))
@@ -100,7 +100,7 @@ class RankLogs(DefaultLogsSpecs):
 
 
 class _Copies:
-    """Copies pipes to files in a thread, byte by byte as they come, so that progress bars look as usual."""
+    """Copies what ranks write into pipes to files, in a thread and at once, so that progress bars look as usual."""
 
     def __init__(self) -> None:
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -118,7 +118,7 @@ class _Copies:
         return f"/proc/{os.getpid()}/fd/{self._pipe([log] if console is None else [console, log])}"
 
     def finish(self) -> None:
-        """Copy the present content of the pipes, and close everything."""
+        """Copy the present content of the pipes; stop the thread, and close pipes and logs."""
         os.write(self._stop, b".")
         if self._thread.ident is not None:
             self._thread.join(timeout=10)
@@ -128,7 +128,7 @@ class _Copies:
                 os.close(file)
 
     def _pipe(self, targets: list[int] | None) -> int:
-        """Return the writing end of a new pipe, copied to the files ``targets``; None: a write stops the thread."""
+        """Return the writing end of a new pipe, copied to the files ``targets``; if None, a write stops the thread."""
         source, end = os.pipe()
         self._selector.register(source, selectors.EVENT_READ, targets)
         self._ends += [source, end]
@@ -145,7 +145,7 @@ class _Copies:
                 for file in list(key.data):
                     try:
                         _write(file, chunk)
-                    except OSError as error:  # a full disk or a closed console stops neither ranks nor other files
+                    except OSError as error:  # a full disk or closed console stops neither ranks nor other files
                         key.data.remove(file)
                         if file in self._logs:
                             path = os.readlink(f"/proc/self/fd/{file}")
@@ -153,7 +153,7 @@ class _Copies:
 
 
 def _lock(log: int, path: Path) -> None:
-    """Warn if another launcher writes this log, too; the ranks run nevertheless."""
+    """Lock a rank's log; warn if another launcher writes to the same log, and let the ranks run nevertheless."""
     try:
         fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

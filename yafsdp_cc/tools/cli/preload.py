@@ -1,7 +1,7 @@
 """Module that multiprocessing's fork server imports by its name: it imports all that a rank needs for its first step.
 
-No other process may import this module, as that ties the process to its parent. The fork server computes nothing, and
-asks for no GPU: a fork of it is as good as a new process.
+No other process may import this module, as the import makes the process die with its parent. The fork server computes
+nothing and uses no GPU, so a fork of it is as good as a new process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import yafsdp_cc.tools.metrics  # noqa: F401
 from yafsdp_cc.tools.cli import runner
 from yafsdp_cc.tools.netlab import namespaces
 
-for notice in runner.NOTICES:  # signals that a batch system sends to all processes of a job
+for notice in runner.NOTICES:  # ignore signals that a batch system sends to all processes of a job
     signal.signal(notice, signal.SIG_IGN)
 os.setsid()  # leave the terminal's process group: its Ctrl-C is for the launcher and the ranks
 namespaces.die_with(os.getppid())

@@ -32,7 +32,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--trace", default="cuda,nvtx", help="what nsys traces (%(default)s); osrt: also system calls")
     asked, rest = own_flags(parser, argv)
 
-    from yafsdp_cc.tools.cli import launch  # only after the flags are checked: importing torch takes seconds
+    from yafsdp_cc.tools.cli import launch
 
     folder = asked.output.absolute()
     wanted = f"{asked.tool}:{asked.steps[0]}:{asked.steps[1]}:{folder}"
@@ -76,13 +76,13 @@ def nsys_arguments(argv: list[str], folder: Path, trace: str) -> list[str]:
     """Return arguments of ``launch`` that run each rank under ``nsys``, which writes a report of each to ``folder``."""
     flags, script = flags_and_script(argv)
     nsys = ["nsys", "profile", f"--output={folder}/rank%q{{RANK}}", "--force-overwrite=true", f"--trace={trace}"]
-    # at the end of the range nsys only stops recording: if it killed its rank, other ranks would wait for that
+    # let nsys only stop recording at the end of the range: if it killed its rank, other ranks would wait for the rank
     nsys += ["--sample=none", "--cpuctxsw=none", "--capture-range=cudaProfilerApi", "--capture-range-end=stop"]
     return [*flags, "--no-python", *nsys, sys.executable, "-m", "yafsdp_cc.tools.cli.runner", *script]
 
 
 def flags_and_script(argv: list[str]) -> tuple[list[str], list[str]]:
-    """Divide arguments of ``launch`` into flags, and the script (``-m`` and a module) with its own arguments."""
+    """Divide arguments of ``launch`` into flags, and the script (or ``-m`` and a module) with its own arguments."""
     from yafsdp_cc.tools.cli.launch import all_flags
 
     options = all_flags().parse_args(argv)
@@ -92,11 +92,11 @@ def flags_and_script(argv: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _is_script(path: str) -> bool:
-    return os.path.isfile(path) or os.path.isfile(os.path.join(path, "__main__.py"))  # False for a text of any length
+    return os.path.isfile(path) or os.path.isfile(os.path.join(path, "__main__.py"))  # no error for a long text
 
 
 def own_flags(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Parse the leading flags, which are the command's, and return the rest; the script's own may look like them."""
+    """Parse the leading flags, those of ``parser``, and return the rest: flags of the script may look like them."""
     flags = {flag for action in parser._actions for flag in action.option_strings} - {"-h", "--help"}
     place = 0
     while place < len(argv) and argv[place].partition("=")[0] in flags:

@@ -22,7 +22,7 @@ TRACES = (".json", ".json.gz", ".sqlite", ".nsys-rep")
 
 
 def main(argv: list[str]) -> int:
-    """Print the tables; return 1 if a file cannot be read."""
+    """Print the tables of runs and traces; return 1 if a file cannot be read."""
     parser = argparse.ArgumentParser(prog="yafsdp-cc report", description=ABOUT)
     parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="folders of runs or traces, or files")
     asked = parser.parse_args(argv)
@@ -54,7 +54,7 @@ def main(argv: list[str]) -> int:
 
 
 def _files(path: Path) -> list[Path]:
-    """Return the files of runs and traces that a path stands for."""
+    """Return the files of runs and traces in a folder, or the file at ``path``."""
     if not path.is_dir():
         return [path]
     found = [each for each in sorted(path.iterdir()) if each.name == "metrics.jsonl" or each.name.endswith(TRACES)]
@@ -68,7 +68,7 @@ def _files(path: Path) -> list[Path]:
 
 
 def _traces(files: list[Path], named: list[Path]) -> list[Trace]:
-    """Return traces, without JSON files of other kinds beside a run or a trace that the user has not named."""
+    """Read the traces of ``files``; skip JSON files of other kinds beside a run or a trace, unless ``named``."""
     traces, others = list[Trace](), dict[Path, UnreadableError]()
     for path in files:
         try:
@@ -86,13 +86,13 @@ def _traces(files: list[Path], named: list[Path]) -> list[Trace]:
 
 
 def _exported(path: Path) -> Path:
-    """Return a readable trace: a report of Nsight Systems is exported by its own tool first."""
+    """Return the path of a readable trace; a ``.nsys-rep`` of Nsight Systems is first exported by its own tool."""
     if path.suffix != ".nsys-rep":
         return path
     database = path.with_suffix(".sqlite")
     command = ["nsys", "export", "--type", "sqlite", "--force-overwrite", "true", "--output", str(database), str(path)]
     if shutil.which("nsys") is None:
-        raise UnreadableError(f"{path}: nsys is needed to read it, and not on PATH; where it is: {' '.join(command)}")
+        raise UnreadableError(f"{path}: nsys is not on PATH; on a machine that has nsys, run {' '.join(command)}")
     if subprocess.run(command, stdout=subprocess.DEVNULL).returncode != 0:
         raise UnreadableError(f"{path}: nsys could not export it")
     return database

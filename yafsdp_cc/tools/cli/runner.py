@@ -42,9 +42,9 @@ def main() -> None:
     namespaces.die_with(os.getppid())
     signal.signal(signal.SIGINT, _interrupt_once)
     if "YAFSDP_CC_LOG" in os.environ:
-        with suppress(OSError):  # another rank's script may have removed the folder
+        with suppress(OSError):  # the script of another rank may have removed the logs
             log = open(os.environ["YAFSDP_CC_LOG"], "a")  # noqa: SIM115 (stays open until this process ends)
-            # print where this rank was when another one's failure ended it: Python itself may never handle the signal
+            # log where this rank is when the launcher ends it after a failure: Python's own handler may never run
             faulthandler.register(signal.SIGTERM, file=log, chain=True)
     try:
         _run_and_record(sys.argv[1:])
@@ -57,12 +57,12 @@ def _join_lab() -> None:
     os.environ[VARIABLE] = os.environ.pop("YAFSDP_CC_JOIN")
     links, rank = Links.here(), int(os.environ["RANK"])
     namespaces.enter(links.of_rank(rank), links.user)
-    # the launcher's own store is on a loopback interface that the lab's machines do not reach
+    # make ranks serve their own store: the launcher's is on a loopback interface, which the lab does not reach
     os.environ.update(links.variables(rank), TORCHELASTIC_USE_AGENT_STORE="False")
 
 
 def _run_and_record(argv: list[str]) -> None:
-    # atexit runs its first function last: the script's threads and exit functions may use process groups, and write.
+    # register first, as atexit then runs these last: the script's exit functions may use process groups, and write.
     atexit.register(_flush_files)
     atexit.register(_end_process_groups, os.getpid())
     try:
@@ -74,12 +74,12 @@ def _run_and_record(argv: list[str]) -> None:
             _record(leave, "", status)
         raise
     except Exception as error:
-        # another rank that left on Ctrl-C has closed its connections: an error caused by that is no failure
+        # after Ctrl-C an error is no failure: ranks that have left have closed their connections to this one
         if _interrupts:
             _leave_quietly()
         frames = error.__traceback__
         while frames is not None and frames.tb_frame.f_code.co_filename in OUR_FRAMES:
-            frames = frames.tb_next  # the traceback begins at the user's first frame
+            frames = frames.tb_next  # begin the traceback at the user's code
         _record(error, "".join(traceback.format_exception(type(error), error, frames)), 1)
         sys.exit(1)
 
@@ -120,10 +120,10 @@ def _run(argv: list[str]) -> None:
 
 
 class _ScriptMain(ModuleType):
-    """``__mp_main__``, the name by which processes that a script starts call what the script itself defines.
+    """The module ``__mp_main__``, in which processes that a script starts look up what the script defines.
 
-    ``multiprocessing``, when imported, makes ``__mp_main__`` another name of ``__main__``. Where the import was before
-    the script, ``__main__`` was another module.
+    ``multiprocessing``, when imported, makes ``__mp_main__`` another name of ``__main__``. If it was imported before
+    the script began, that ``__main__`` is not the script's.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -156,18 +156,18 @@ _names: dict[str, Any] = {}
 def _flush_files() -> None:
     """Write the buffers of files that the script has left open.
 
-    ``python script.py`` does so at its end. The end of a forked rank does not, nor does the garbage collector in the
-    order that keeps the text when it drops a script's names that ``runpy`` has returned.
+    ``python script.py`` does so at its end. A forked rank would not, and the garbage collector, when it frees what
+    ``runpy`` has returned, may close a file's byte buffer before the text above it is in that buffer.
     """
     for each in gc.get_objects():
         if issubclass(type(each), (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)):
-            with suppress(Exception):  # the file is closed, its disk full, its class the script's own
-                if stat.S_ISREG(os.fstat(each.fileno()).st_mode):  # a pipe that nobody reads would block
+            with suppress(Exception):  # a closed file, a full disk, a class of the script's
+                if stat.S_ISREG(os.fstat(each.fileno()).st_mode):  # a pipe could block
                     each.flush()
 
 
 def drop_names() -> None:
-    """Free the script's objects, as the interpreter does at its end: compressed files, for instance, are closed."""
+    """Free the script's objects, as the interpreter does at its end, which closes compressed files, for instance."""
     functions = [each for each in _names.values() if isinstance(each, FunctionType)]
     for names in (_names, *(each.__globals__ for each in functions if each.__module__ == "__main__")):
         names.clear()
@@ -177,7 +177,7 @@ def drop_names() -> None:
 def _record(error: BaseException, story: str, exit_code: int) -> None:
     """Write the error file in torch's format, with a time that tells the first failure from its consequences."""
     faulthandler.unregister(signal.SIGTERM)
-    atexit.unregister(_end_process_groups)  # ending groups would wait for operations that others may never issue
+    atexit.unregister(_end_process_groups)  # this could wait for collectives that others never issue
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path is None:
         print(story, end="", file=sys.stderr)
@@ -193,7 +193,7 @@ def _record(error: BaseException, story: str, exit_code: int) -> None:
         "exit_code": exit_code,
     }
     message = "".join(traceback.format_exception_only(type(error), error)).strip()
-    # write atomically: the launcher ends ranks at any moment, and torch cannot read half a file
+    # write the error file at once: the launcher may end this rank meanwhile, and torch cannot read half a file
     with open(f"{path}.part", "w") as file:
         json.dump({"message": {"message": message, "extraInfo": extra}}, file)
     os.replace(f"{path}.part", path)
@@ -204,14 +204,14 @@ def _dump_collectives() -> None:
     dist, prefix = sys.modules.get("torch.distributed"), os.environ.get("TORCH_FR_DUMP_TEMP_FILE")
     if dist is None or prefix is None or not dist.is_initialized() or "nccl" in str(dist.get_backend_config()):
         return
-    trace = getattr(sys.modules["torch._C._distributed_c10d"], "_dump_fr_trace", None)  # private in torch: may be gone
+    trace = getattr(sys.modules["torch._C._distributed_c10d"], "_dump_fr_trace", None)  # private: torch may drop it
     if trace is not None:
-        with suppress(OSError, RuntimeError):  # the failure is reported without a trace then
+        with suppress(OSError, RuntimeError):  # the failure is then reported without this trace
             Path(f"{prefix}{os.environ.get('RANK', '0')}").write_bytes(trace())
 
 
 _interrupts: list[int] = []
-"""Signals that ``_interrupt_once`` has handled. (That Ctrl-C is ignored tells nothing: the script may ignore it.)"""
+"""Signals that ``_interrupt_once`` has handled; an ignored SIGINT would not tell, as the script may ignore it, too."""
 
 
 def _interrupt_once(number: int, _frame: FrameType | None) -> None:
