@@ -169,7 +169,7 @@ def test_what_is_no_run_is_told_by_name(tmp_path: Path, capsys: pytest.CaptureFi
         ("empty", "no metrics.jsonl and no trace in this folder"),
         ("nowhere", "nowhere: No such file or directory"),
         ("words", "not a JSON object"),
-        ("profile.nsys-rep", "nsys is needed"),
+        ("profile.nsys-rep", "nsys is not on PATH"),
     ):
         assert cli.main(["report", str(tmp_path / path)]) == 1
         assert message in capsys.readouterr().err

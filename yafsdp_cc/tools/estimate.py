@@ -61,25 +61,25 @@ class Subject(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Bytes that one of the repeated blocks holds."""
+    """Bytes of activations of one of the model's repeated blocks."""
 
     kept: int
     """Bytes held from the block's forward to its backward, its output included."""
     recomputed: int
     """Bytes held from forward to backward if the block is checkpointed: its output, the input of the next block."""
     transient: int
-    """Bytes held in addition at the peak of the block's backward."""
+    """Bytes held in addition to ``kept`` at the peak of the block's backward."""
 
 
 class Activations(NamedTuple):
     """Bytes that a forward and backward hold besides weights, gradients and the engine's own memory."""
 
     blocks: tuple[Block, ...]
-    """The blocks in the order of the forward."""
+    """Bytes of each repeated block, in the order of the forward."""
     outside: int
     """Peak bytes outside the blocks (logits, loss), reached between the last block's forward and its backward."""
     lowest: int
-    """Peak bytes when no block holds anything, in the backward of the embedding."""
+    """Peak bytes while no block holds anything, in the backward of the embedding."""
 
     def peak(self, checkpointed: int = 0) -> int:
         """Return the bytes at the peak of a step where the first ``checkpointed`` blocks are recomputed.
@@ -94,13 +94,13 @@ class Activations(NamedTuple):
         return max(*peaks, held + self.outside)
 
     def fewest_checkpointed(self, room: int) -> int | None:
-        """Return the number of blocks that must be checkpointed for ``room`` bytes to suffice; None: never."""
+        """Return how many blocks must be checkpointed for ``room`` bytes to suffice; None if even all are too few."""
         return next((count for count in range(len(self.blocks) + 1) if self.peak(count) <= room), None)
 
     def scaled(self, doubled: Activations, times: float) -> Activations:
-        """Return the bytes for a batch ``times`` as large, from this object's and those of a ``doubled`` batch.
+        """Return the activations of a batch ``times`` as large, from these and those of a ``doubled`` batch.
 
-        Bytes are extrapolated along a line: they are a constant and a part for each sequence.
+        Bytes are extrapolated along a line, as they are a constant plus a part for each sequence.
         """
 
         def of(once: int, twice: int) -> int:
@@ -110,7 +110,7 @@ class Activations(NamedTuple):
         return Activations(tuple(blocks), of(self.outside, doubled.outside), of(self.lowest, doubled.lowest))
 
     def largest_batch(self, doubled: Activations, batch: int, room: int, checkpointed: int) -> int:
-        """Return the most sequences whose activations fit ``room`` bytes; this object's are of ``batch`` sequences."""
+        """Return the most sequences whose activations fit in ``room`` bytes; ``self`` is of ``batch`` sequences."""
         batches = range(1, 1 << 20)
         return bisect_right(batches, room, key=lambda count: self.scaled(doubled, count / batch).peak(checkpointed))
 
@@ -131,12 +131,12 @@ def headroom_of(held: int, communicators: int) -> dict[str, int]:
 
 
 def room_in(memory: int, communicators: int) -> int:
-    """Return the bytes that may be held of ``memory`` bytes, so that ``headroom_of`` them remains free."""
+    """Return how many of ``memory`` bytes may be held so that the ``headroom_of`` these remains free."""
     return int((memory - (CONTEXT + COMMUNICATOR * communicators if communicators else 0)) / (1 + FRAGMENTED))
 
 
 class Probe(NamedTuple):
-    """The measurement of one forward and backward on one rank, which does not depend on the number of ranks."""
+    """Measurements of one forward and backward on one rank; they do not depend on the number of ranks."""
 
     activations: Activations
     blocks: tuple[str, ...]
@@ -194,7 +194,7 @@ def _from_factory(name: str) -> Subject:
     module, _, attribute = name.partition(":")
     try:
         factory = getattr(import_module(module), attribute)
-    except Exception as error:  # importing the module may raise anything
+    except Exception as error:  # a user's module may raise anything
         raise ValueError(
             f"{name!r}: {error}; name a module that Python finds from here, as package.module:factory"
         ) from None
@@ -262,7 +262,7 @@ def _tokens(vocabulary: int, batch: int, length: int) -> Tensor:
 
 
 def _give_fake_memory(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
-    """Replace tensors on the meta device by fake ones of the CPU; cast parameters if there is a ``dtype``."""
+    """Replace ``model``'s meta tensors by fake ones on the CPU; cast its parameters if there is a ``dtype``."""
     made: dict[Tensor, Tensor] = {}
     for module in model.modules():
         for owned in (module._parameters, module._buffers):
@@ -292,7 +292,7 @@ def plan_over(build: Callable[[], nn.Module], mesh: tuple[int, ...], device: str
     with torch.device("meta"):
         model = build()
     with warnings.catch_warnings(), fake_ranks(mesh, device, MetaDevice()) as ranks:
-        warnings.simplefilter("ignore")  # no warnings of settings: the caller asks what they cost
+        warnings.simplefilter("ignore")  # settings may warn, but the caller asks what they cost
         return plan_of(shard(model, mesh=ranks, **settings))
 
 
@@ -305,10 +305,10 @@ def probe(subject: Subject, policy: MixedPrecisionPolicy, units: Units = "auto")
     Of each run of equal blocks in one container, the first and the last are measured; blocks between count as the
     first. What a loop over blocks does between two of them is counted for measured blocks alone. Weights are those of
     the forward's dtype, and gradients of weights are freed when they are complete, as the engine has its own buffers
-    for them. Blocks are ``"auto"``'s, whatever the units; a model may have none.
+    for them. Blocks are those of ``units="auto"``, whatever ``units`` are; a model may have none.
 
     Args:
-        units: those of the plan. Of a block with several, each repeats its share of the block's forward.
+        units: the plan's units; those of one block share what it repeats in proportion to their forwards.
     """
     if subject.loss is None:
         raise ValueError("the factory returned no function of the model that gives the loss of a batch")
@@ -333,7 +333,7 @@ def probe(subject: Subject, policy: MixedPrecisionPolicy, units: Units = "auto")
 
     def work_of(module: nn.Module) -> Work:
         total = work_in[like.get(module, module)]
-        for each in inside[module] & like.keys() & set(blocks):  # blocks that were removed from the module
+        for each in inside[module] & like.keys() & set(blocks):  # blocks removed from ``module``
             total = total.plus(work_in[like[each]])
         return total
 
@@ -355,9 +355,9 @@ def probe(subject: Subject, policy: MixedPrecisionPolicy, units: Units = "auto")
 
 
 def _truncate(model: nn.Module, blocks: list[nn.Module]) -> dict[nn.Module, nn.Module]:
-    """Remove the middle of each run of equal blocks, each of them listed once, from its container.
+    """Remove equal neighbouring blocks but the first and the last from their containers, unless listed twice.
 
-    Returns, for each module of a removed block, the same module of a kept one.
+    Returns, for each module of a removed block, the corresponding module of a block that remains.
     """
     like: dict[nn.Module, nn.Module] = {}
     containers = [each for each in model.modules() if isinstance(each, (nn.ModuleList, nn.Sequential))]
@@ -375,7 +375,7 @@ def _truncate(model: nn.Module, blocks: list[nn.Module]) -> dict[nn.Module, nn.M
             for _, each in others[:-1]:
                 like |= zip(each.modules(), first[1].modules(), strict=True)
             kept += [first, *others[-1:]]
-        if len(kept) < len(module):  # a list finds its last module, [-1], by the number of them
+        if len(kept) < len(module):  # a ModuleList looks up [-1] by its length
             is_list = isinstance(module, nn.ModuleList)
             module._modules = {str(i) if is_list else name: each for i, (name, each) in enumerate(kept)}
     return like
@@ -384,11 +384,11 @@ def _truncate(model: nn.Module, blocks: list[nn.Module]) -> dict[nn.Module, nn.M
 def _run(
     model: nn.Module, loss_of: Callable[[nn.Module], Tensor], blocks: list[nn.Module]
 ) -> tuple[Activations, dict[nn.Module, Work], dict[nn.Module, float]]:
-    """Return activations, the work of each module within ``model`` and of the model itself, and what blocks repeat."""
+    """Return activations, the work of ``model`` and each module in it, and the operations that each block repeats."""
     tracker = MemTracker()
     tracker.track_external(model)
     for frozen in (each for each in model.parameters() if not each.requires_grad):
-        # the tracker leaves out parameters that have handles, and would register hooks on these, which torch refuses
+        # give frozen parameters handles: for others the tracker registers hooks, which torch refuses on frozen ones
         tracker._param_to_grad_hook_handles[frozen] = (RemovableHandle(OrderedDict()),) * 2
     before = _total(tracker.get_tracker_snapshot())
     flops = FlopCounterMode(display=False)
@@ -409,23 +409,23 @@ def _run(
         loss = loss_of(model)
         if not (isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad):
             raise ValueError("the function of the model returns no loss: return one number that depends on its weights")
-        forward, made = _by_name(flops, model), [*calls]  # checkpointed blocks are called again in the backward
+        forward, made = _by_name(flops, model), [*calls]  # now: the backward calls checkpointed blocks again
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(lambda each: setattr(each, "grad", None))
         for handle in (flops.mod_tracker._fw_pre_handle, flops.mod_tracker._fw_post_handle):
-            handle.remove()  # hooks on tensors that the model's own checkpointing computes again would keep them
+            handle.remove()  # the counter's hooks on tensors that checkpointing recomputes would keep them alive
         _told("the backward of the loss", loss.backward)()
         del loss
     peak = _total(tracker.get_tracker_snapshot("peak")) - before
     found, kept = [], 0
     for block in blocks:
         stats = tracker.memory_tracking.get(block, None)
-        if stats is None or _ModState.PEAK_BW not in stats.snapshots:  # not called, or frozen below all that is trained
+        if stats is None or _ModState.PEAK_BW not in stats.snapshots:  # without forward or backward
             found.append(Block(0, 0, 0))
             continue
         sizes = [size for called, size in made if called is block]
-        # of a block that is called several times, the first call's backward is the last
+        # the backward of a block's first call is its last: measure what is held at that call
         held = sum(size for _, size in made[: [called for called, _ in made].index(block) + 1])
         highest = _total(stats.snapshots[_ModState.PEAK_BW][-1]) - before
         kept += sum(sizes)
@@ -449,7 +449,7 @@ def _count_repeated(blocks: list[nn.Module], flops: FlopCounterMode) -> Iterator
 
     def enter(block: nn.Module, _: Any) -> None:
         if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
-            return  # the model checkpoints the block, by hooks that others would hide
+            return  # the model checkpoints this block by such hooks, which ours would hide
         before = flops.get_total_flops() - repeated.get(block, 0.0)
 
         def pack(tensor: Tensor) -> Tensor:
@@ -473,7 +473,7 @@ def _total(snapshot: dict[torch.device, dict[str, int]]) -> int:
 
 
 def _by_name(flops: FlopCounterMode, model: nn.Module) -> dict[str, float]:
-    """Return operations by the name of a module within ``model``; the total under ""."""
+    """Return the operations counted so far by the name of a module in ``model``; the total under ""."""
     prefix = f"{type(model).__name__}."
     counts = {name.removeprefix(prefix): float(sum(each.values())) for name, each in flops.get_flop_counts().items()}
     return {**counts, "": counts.get("Global", 0.0)}

@@ -1,4 +1,4 @@
-"""Simulated ranks and devices, for programs that are only planned or counted.
+"""Simulated ranks and devices, on which programs are only planned, or their operations counted.
 
 ``fake_ranks`` makes this process one rank of any number. Tensors have shapes and no memory: they are fake
 (``FakeTensorMode``), or meta tensors (``MetaDevice``). On a mesh of CUDA devices, code that asks for the kind of device
@@ -27,7 +27,7 @@ from yafsdp_cc.engine import communicator
 from yafsdp_cc.sharding import assembly
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
-"""Backend that ranks with each kind of device are assumed to have."""
+"""Backend that simulated ranks are assumed to have, by the kind of their devices."""
 
 
 class Event:
@@ -64,22 +64,22 @@ _READS: Mapping[str, Callable[[Tensor], Any]] = {
     "__float__": lambda tensor: 0.0,
     "__int__": lambda tensor: 0,
 }
-"""Results that the host reads from a tensor without memory, by the name of the tensor's method; numbers are 0."""
+"""What the methods by which a host reads a tensor return for one without memory, by name; numbers are 0."""
 
 
 class FakeDevice(TorchFunctionMode):
-    """Makes CPU tensors where CUDA ones are asked for, and lets the host read zeros."""
+    """Makes CPU tensors where code asks for CUDA ones, and lets the host read zeros from tensors without memory."""
 
     def read(self, method: str, tensor: Tensor) -> Any:
         """Return the result of ``method``, such as "item", on ``tensor``, which has no memory: numbers are 0."""
         return _READS[method](tensor)
 
     def place(self, device: Any) -> Any:
-        """Return the device of a tensor that is asked for on ``device``; other values unchanged."""
+        """Return the device for a tensor that code asks for on ``device``; return other values as they are."""
         return torch.device("cpu") if _kind(device) == "cuda" else device
 
     def memory(self) -> AbstractContextManager[Any]:
-        """Return the context in which tensors are made, so that they have no memory."""
+        """Return a context in which tensors are made without memory."""
         return FakeTensorMode(allow_non_fake_inputs=True)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -99,7 +99,7 @@ class FakeDevice(TorchFunctionMode):
 
 
 class MetaDevice(FakeDevice):
-    """Lets meta tensors pass for CPU tensors: faster than fake tensors, which torch handles in Python."""
+    """Lets meta tensors pass for CPU tensors, which is faster than fake tensors, as torch handles these in Python."""
 
     def memory(self) -> AbstractContextManager[Any]:
         return torch.device("meta")
@@ -126,7 +126,7 @@ def _gather_alike(found: list[Any], item: Any, group: Any = None) -> None:
 
 
 def _native_operators(device: torch.device, codec: Any = None) -> Any:
-    """Return the native operators as if they were built for CUDA."""
+    """Return the package's native operators as if they were built for CUDA."""
     error_feedback._load()
     return torch.ops.yafsdp_cc if codec is None or codec.name in error_feedback._NUMBERS else None
 
@@ -146,7 +146,7 @@ def fake_ranks(
         kind: kind of devices, "cpu" or "cuda"; ``BACKENDS`` gives the backend.
     """
     for codec in error_feedback._NUMBERS:
-        error_feedback.lost_share(codec, 256)  # cached: a codec's loss cannot be measured on fake tensors
+        error_feedback.lost_share(codec, 256)  # cache it: fake tensors would not tell a codec's loss
     current = event()
     cuda = {"current_stream": lambda *_: current, "stream": lambda _: ExitStack(), "current_device": lambda: 0}
     backend = {"backend_of": lambda *_: BACKENDS[kind]}

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from yafsdp_cc.plan import Plan
 
 LOSS_SHARE = 0.6
-"""Share of a run's time after which the steps for the loss end, even if not all were made."""
+"""Share of a run's time after which it makes no more steps for the loss, even if not all were made."""
 LEAST_SECONDS = 10.0
 """Seconds that a run has at least for its steps, however long its start took."""
 REPLACED = {
@@ -58,20 +58,20 @@ class Asked(NamedTuple):
     """Time at which the run should have ended, in seconds since the epoch."""
     steps: int
     timed: int
-    """Most steps that are timed, after at most ``steps`` in which losses are recorded."""
+    """Largest number of timed steps; before these come at most ``steps`` steps for the loss."""
     settings: dict[str, Any]
     """Settings of the engine that overrule the script and the run file."""
     row: str
-    """Name of the settings: by ``fsdp2`` torch's own engine shards, ``OneBitAdam`` takes the place of its ``Adam``."""
+    """Name of the settings; under ``fsdp2`` torch's engine shards, under ``OneBitAdam`` this replaces torch's Adam."""
     clip: float | None
-    """Limit that the script passes to ``clip_grad_norm_``, for ``OneBitAdam``."""
+    """Largest norm that the script passes to ``clip_grad_norm_``, if known; ``OneBitAdam`` clips by it."""
     bandwidth: str | None
     """Rate of the links between ranks from the recorded step on, if they are in a ``netlab.Lab``; else None."""
 
 
 @contextmanager
 def on_trial(wanted: str) -> Iterator[None]:
-    """Watch the script that runs in the block; write figures also if it ends before the trial ends this process."""
+    """Watch the script that runs in the ``with`` block; write figures also if the script ends before the trial does."""
     trial = Trial(Asked(**json.loads(wanted)))
     try:
         yield
@@ -86,7 +86,7 @@ def on_trial(wanted: str) -> Iterator[None]:
 
 
 class Trial:
-    """Counts steps, keeps their losses, and ends this process together with those of the other ranks."""
+    """Counts optimizer steps, keeps their losses, and ends this process together with those of the other ranks."""
 
     def __init__(self, asked: Asked) -> None:
         self._asked, self._folder = asked, Path(asked.folder)
@@ -150,10 +150,10 @@ class Trial:
                 vars(sys.modules[f"torch.optim.{kind.lower()}"])[kind] = one_bit
 
     def _watched(self, function: Callable[..., Any], *called: str) -> Callable[..., Any]:
-        """Return ``shard`` or ``fully_shard``, called without the arguments that the trial's settings replace."""
+        """Wrap ``shard`` or ``fully_shard`` so that arguments which the trial's settings replace are dropped."""
         replaced = {each for name in self._asked.settings for each in REPLACED[name.partition(".")[0]]}
         if function is fsdp.fully_shard:
-            replaced |= {"compression", "ownership"}  # torch's ``fully_shard`` has no such arguments
+            replaced |= {"compression", "ownership"}  # torch's ``fully_shard`` lacks these
 
         @functools.wraps(function)
         def watched(module: Any, *args: Any, **given: Any) -> Any:
@@ -174,11 +174,11 @@ class Trial:
         if self._asked.row == "OneBitAdam" and not isinstance(optimizer, OneBitAdam):
             kind = type(optimizer).__name__
             raise TypeError(f"OneBitAdam replaces torch's Adam and AdamW, and this script has {kind}")
-        if not self._losses:  # the first step: however slow the start was, some seconds are left for steps
+        if not self._losses:  # allow some seconds for steps, however slow the start was
             self._began = time.time()
             self._ends = max(self._asked.ends, self._began + LEAST_SECONDS)
-            for each in self._engines():  # now: at its end the script may have destroyed their groups
-                with suppress(RuntimeError):  # no forward so far, of a model that this step does not train
+            for each in self._engines():  # at its end the script may destroy process groups
+                with suppress(RuntimeError):  # no plan before a forward: this step trains another model
                     self._plans.append(api.plan_of(each.model))
         self._losses.append(self._roots)
         self._roots = []
@@ -220,9 +220,9 @@ class Trial:
         return int(path.read_text()) if path.exists() else sys.maxsize
 
     def _end(self) -> NoReturn:
-        """End this process once all ranks have come here: what the script does at its end is not part of the trial."""
+        """End this process once all ranks have made the last step: what the script does at its end is not on trial."""
         self.write()
-        with suppress(RuntimeError, ValueError):  # another rank may have left, after writing its figures; no group
+        with suppress(RuntimeError, ValueError):  # another rank may have left already; no group
             dist.barrier()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -231,11 +231,11 @@ class Trial:
     # Figures ----------------------------------------------------------------------------------------------------------
 
     def write(self, error: str | None = None, ended: bool = False) -> None:
-        """Write this rank's figures into the folder."""
+        """Write this rank's figures into the folder of the run."""
         own: dict[str, Any] = {"time": time.time(), "error": error, "ended": ended}
         if error is None:
             device = next((each.device for module in self._modules for each in module.parameters()), None)
-            # 1-bit optimizers sum exactly in a few steps after the warm-up, which are rare in a long run
+            # leave out steps after the warm-up in which OneBitAdam sums exactly: they are rare in a long run
             steps = [[after - before for before, after in zip(*two, strict=True)] for two in pairwise(self._marks)]
             most = 1.1 * min((each for *_, each in steps), default=0) if self._asked.row == "OneBitAdam" else inf
             timed = [each for each in steps if each[-1] <= most]
@@ -266,14 +266,14 @@ def _one_bit(kind: str, asked: Asked) -> type[OneBitAdam]:
 
     class OneBit(OneBitAdam):
         def __init__(self, params: Any, *args: Any, **given: Any) -> None:
-            for name in ("foreach", "fused", "capturable", "differentiable"):  # arguments that choose torch's kernels
+            for name in ("foreach", "fused", "capturable", "differentiable"):  # these choose torch's kernels
                 given.pop(name, None)
             if wrong := [name for name in ("amsgrad", "maximize") if given.pop(name, False)]:
                 raise ValueError(f"OneBitAdam has no {wrong[0]}, which this script passes to {kind}")
             if kind == "Adam" and given.setdefault("weight_decay", 0.0):
                 raise ValueError("OneBitAdam decays weights as AdamW does, and this script passes weight_decay to Adam")
             warmup_steps = max(1, asked.steps // 2)
-            # short rounds only time steps, and refreshes, exact sums for the second moment, are rare in a real run
+            # no refreshes (exact sums for the second moment) where steps are only timed: they are rare in a real run
             refreshes = 4 if asked.steps > warmup_steps + 4 else 0
             super().__init__(
                 params, *args, warmup_steps=warmup_steps, refreshes=refreshes, max_grad_norm=asked.clip, **given

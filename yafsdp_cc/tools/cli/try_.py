@@ -1,7 +1,7 @@
 """``yafsdp-cc try``: a user's script under several settings for some steps, in one table, with a recommendation.
 
 Each run is a ``yafsdp-cc launch`` of its own, whose ranks ``tools/trial.py`` watches and ends. Settings take
-turns, so that a machine that slows down slows all of them; a time is the median of the steps of all turns.
+turns, so that a machine that slows down slows all of them; the time of a setting is the median over its timed steps.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "shard.reshard_after_forward": False,
     },
 }
-"""Settings of the engine in each row of the table, the simpler one first; ``fsdp2`` is by torch's own engine."""
+"""Settings of the engine by row of the table, the simplest first; the row ``fsdp2`` runs torch's own engine."""
 FIRST_ROUND = 0.75
-"""Share of the time for all rounds that the first one may take, whose steps also show how the loss falls."""
+"""Share of the time for all rounds that the first may take, as it makes more steps, to show how the loss falls."""
 SHORT, TIMED = 2, 8
-"""Largest number of steps before the timed ones, in rounds after the first, and of timed steps."""
+"""Most steps before the timed ones, in rounds after the first; timed steps of a run, more if the script is short."""
 PATIENCE = 30.0
-"""Seconds that a run may exceed its own time, before it is ended by force; it may always take half of the time left."""
+"""Seconds that a run may exceed its own time before it is ended by force; half of the time left is always allowed."""
 WIDTHS = {"c10::BFloat16": 2, "c10::Half": 2, "float": 4, "double": 8}
 """Bytes of an element by the names of dtypes in traces."""
 ABOUT = """\
@@ -57,7 +57,7 @@ Recommended is the fastest setting whose loss is near that of exact. Settings ta
 
 @dataclass
 class Row:
-    """Figures of a setting, as far as its run has given them."""
+    """Figures of one setting, as far as its runs have given them."""
 
     name: str
     reason: str = ""
@@ -71,7 +71,7 @@ class Row:
     sent: int = 0
     """Bytes that a rank sends in a step."""
     replaced: list[str] = field(default_factory=list)
-    """Sections of the run's settings that the setting has replaced, and arguments of the script (``mp_policy=``)."""
+    """Sections of the user's settings, and arguments of the script (``mp_policy=``), that this setting has replaced."""
     planned: int = 0
     peak: int = 0
     """Bytes of the engine's buffers by its plan, ``planned``, and of all memory in use at the ``peak``."""
@@ -128,7 +128,7 @@ def main(argv: list[str]) -> int:
 
 
 class _Trials:
-    """Runs settings in turns, until the time is over."""
+    """Runs the script under each setting in turns, until the time is over."""
 
     def __init__(self, asked: argparse.Namespace, script: Sequence[str]) -> None:
         self._asked, self._script = asked, script
@@ -165,7 +165,7 @@ class _Trials:
         return rows
 
     def _left_out(self, name: str) -> str:
-        """Return why a setting makes no sense for this script; empty if it may."""
+        """Return why a setting makes no sense for this script; "" if it may make sense."""
         if name == "fsdp2" and self.known and "fully_shard" not in self.known["called"]:
             return "left out: the script calls shard, and torch has only fully_shard"
         if name == "bf16" and self.known.get("dtypes") == ["bfloat16"]:
@@ -210,7 +210,7 @@ class _Trials:
                 process.wait()
         ranks = [json.loads(path.read_text()) for path in sorted(folder.glob("figures-*.json"))]
         if reason := self._reason(ranks, status, limit, folder):
-            row.reason = "" if turn else reason  # a failing later turn takes nothing from earlier figures
+            row.reason = "" if turn else reason  # a row keeps its figures if a later turn fails
         else:
             self._add(row, ranks, folder)
             reason = f"{time.time() - began:.0f} s"
@@ -218,7 +218,7 @@ class _Trials:
         print(reason, flush=True)
 
     def _reason(self, ranks: Sequence[dict[str, Any]], status: int | None, limit: float, folder: Path) -> str:
-        """Return why a run has no figures; empty if it has."""
+        """Return why a run has no figures; "" if it has."""
         if failed := sorted((each["time"], each["error"]) for each in ranks if each["error"]):
             return " ".join(failed[0][1].splitlines()[-1].split())
         if status is None:
@@ -241,7 +241,7 @@ class _Trials:
         first = ranks[0]
         if not self.known:
             self.known = first
-            # losses are compared with those of ``exact``: if it had time for fewer steps, others need no more
+            # losses are compared with those of ``exact``: if that run had time for fewer steps, others need no more
             self._steps = max(2, min(self._steps, len(first["losses"]) - len(first["timed"]) - 1))
         if first["ended"] and len(first["timed"]) < 2:  # the script has few steps: time more of them in other runs
             self._steps = min(self._steps, len(first["losses"]) // 2)
@@ -269,7 +269,7 @@ def sent_in(trace: Path, ranks: int) -> int:
             one, whole = sorted(size for size, *_ in each["args"]["Input Dims"][:2])
             replicas, width = ranks * one // whole, WIDTHS[each["args"]["Input type"][0]]
             sent += times[each["name"]] * (whole - one) * width
-        elif each.get("name") == "c10d::allreduce_":  # over replicas, of what the last reduce-scatter has summed
+        elif each.get("name") == "c10d::allreduce_":  # sums the last reduce-scatter's output over replicas
             sent += 2 * sum(map(prod, each["args"]["Input Dims"][0])) * (replicas - 1) / replicas * width
     return round(sent)
 
@@ -295,7 +295,7 @@ class Comparison:
         self.margin = max(within, self.noise)
 
     def loss(self, row: Row) -> float:
-        """Return the mean loss of the last steps that all rows have; NaN without a loss."""
+        """Return the mean loss of a row over the last steps that all rows have made; NaN if it has none."""
         return mean(row.losses[0][self.first : self.last] or [nan])
 
     def above(self, row: Row) -> float:
@@ -306,8 +306,8 @@ class Comparison:
     def best(self) -> tuple[Row | None, list[Row]]:
         """Return the row to recommend, and all rows whose ``spread`` of seconds overlaps that of the fastest row.
 
-        Rows whose loss is not near that of the row ``exact`` are left out, and those that take twice the time of the
-        fastest, however much some steps, such as those with an evaluation, widen spreads. The first is recommended.
+        Rows whose loss is not near that of the row ``exact`` are left out, and rows that take twice the time of the
+        fastest: evaluations, for instance, may widen spreads. Of the remaining rows the first is recommended.
         """
         near = [row for row in self.rows if self.above(row) <= self.margin]
         if not near:
@@ -364,6 +364,6 @@ def _recommend(compared: Comparison, argv: list[str], called: Sequence[str]) -> 
         changes += "yafsdp_cc.optim.OneBitAdam for the optimizer (docs/one-bit.md), "
     changes += "".join(f"no {each} in the script, " for each in chosen.replaced if each.endswith("="))
     flags, script = flags_and_script(argv)
-    flags += [word for each in sets for word in ("--set", each)]  # behind the user's: of several --set the last holds
+    flags += [word for each in sets for word in ("--set", each)]  # after the user's: the last --set holds
     print(f"Use {changes}yafsdp-cc launch {shlex.join([*flags, *script])}")
     return 0

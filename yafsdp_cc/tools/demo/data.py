@@ -13,11 +13,11 @@ from torch import Tensor
 
 HELD_OUT = 16  # one file of 16, or 1/16 of a single file, is for validation
 ASIDE = {"site-packages", "test", "tests", "idle_test", "__pycache__"}
-"""Folders of the standard library that are not read."""
+"""Folders of the standard library whose files are not read."""
 
 
 class Text(NamedTuple):
-    """Bytes to train on, and bytes of other files to validate on."""
+    """Bytes to train on, and other bytes to validate on."""
 
     train: Tensor
     held_out: Tensor
@@ -47,14 +47,14 @@ def read(path: Path | None) -> Text:
 
 
 def windows(data: Tensor, starts: Tensor, length: int) -> Tensor:
-    """Return tokens [starts, length + 1] from each start: inputs, and the byte that follows each."""
+    """Return tokens [starts, length + 1]: from each start, the inputs and the byte after the last input."""
     return data[starts[:, None] + torch.arange(length + 1, device="cpu")].long()
 
 
 def spread_windows(data: Tensor, count: int, length: int, rank: int, ranks: int) -> Tensor:
     """Return this rank's ``count`` windows; the windows of all ranks are spread evenly over ``data``."""
     last, others = len(data) - length - 1, max(1, count * ranks - 1)
-    starts = torch.arange(count * ranks, device="cpu") * last // others  # in integers, as fp32 rounds large ones up
+    starts = torch.arange(count * ranks, device="cpu") * last // others  # in integers: fp32 would round up
     return windows(data, starts[rank::ranks], length)
 
 

@@ -53,7 +53,7 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Add the outputs of attention and MLP to the stream."""
+        """Add the outputs of attention and MLP to the residual stream."""
         x = x + self.attention(shift(self.norm_1(x)))
         out: Tensor = x + self.mlp(shift(self.norm_2(x)))
         return out

@@ -28,7 +28,7 @@ PROMPT, SAMPLE_LENGTH, TEMPERATURE = b"def ", 160, 0.8
 
 
 def main() -> None:
-    """Train with reports; then compare the plan with measurements, and write some text."""
+    """Train the model with reports; then compare its plan with measurements, and print some text that it writes."""
     asked = parser().parse_args()
     memory_before = peak_memory()
     torch.manual_seed(asked.seed)
