@@ -38,19 +38,19 @@ class Metrics:
     Between reports a step takes some ten microseconds, and neither waits for the device nor communicates.
 
     Args:
-        model: any module; bytes and plan are those of what ``yafsdp_cc`` has sharded: ``model`` or modules in it.
+        model: any module; bytes and plans are those of sharded modules: ``model`` or modules in it.
         folder: folder of the run, made if missing. The first rank writes ``metrics.jsonl`` in it, and continues an
-            existing one, whose lines of steps from ``first_step`` on are superseded.
+            existing one, whose lines of steps after ``first_step`` are superseded.
         total_steps: number of optimizer steps that the run will make, if known.
-        first_step: number of steps made by the run that this one resumes.
-        every: steps between reports; 0: only ``report`` reports. The first and the last step are reported too.
+        first_step: number of steps already made by the run that this one resumes.
+        every: steps between reports, besides the first and last step; 0: only ``report`` and steps with values report.
         show: print a line for each report.
         tensorboard: write the same figures for TensorBoard into the folder, too.
         wandb: give the same figures to Weights & Biases, offline unless ``WANDB_MODE`` says otherwise.
-        settings: settings of the run, such as its learning rate, for the ``start`` line.
+        settings: settings of the run, such as its learning rate, to write into the ``start`` line.
 
     Raises:
-        ValueError: the file cannot be written, or a library that is asked for is missing; on all ranks.
+        ValueError: ``metrics.jsonl`` cannot be written, or a library that is asked for is missing; on all ranks.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Metrics:
         self._ranks = dist.get_world_size() if dist.is_initialized() else 1
         self.path = Path(folder) / FILE
         self.is_first = self._ranks == 1 or dist.get_rank() == 0
-        self.steps_made = self._first = first_step = int(first_step)  # a number of NumPy's would not be one in JSON
+        self.steps_made = self._first = first_step = int(first_step)  # JSON would have NumPy's number as text
         self._total, self._every = total_steps, every
         self._outputs: list[Callable[[dict[str, Any]], object]] = []
         self._opened = ExitStack()
@@ -86,7 +86,7 @@ class Metrics:
         own["device"] = next((each.device.type for each in model.parameters()), "cpu")
         theirs = {name: value for name, value in (settings or {}).items() if name not in planned}
         self._write("start", {**theirs, **own, **(planned if plans else {})})
-        # time the sharded module itself: a LightningModule around it calls it without a forward of its own
+        # time the sharded module itself: a LightningModule around it calls it in training_step, not in a forward
         self._clock = _StepClock(self._sharded[0] if len(self._sharded) == 1 else model)
         self._opened.callback(self._clock.close)
         self._pending = self._tokens = 0
@@ -103,20 +103,20 @@ class Metrics:
         """
         self.steps_made += 1
         self._pending += 1
-        self._tokens = self._tokens + tokens  # the count may be on a GPU: it is read when it is reported
+        self._tokens = self._tokens + tokens  # may be on a GPU, so it is read only for a report
         at_edge = self.steps_made in (self._first + 1, self._total)
         if values or (self._every and (at_edge or self.steps_made % self._every == 0)):
             self.report(**({} if loss is None else {"loss": loss}), **values)
         self._stepped = time.perf_counter()
 
     def report(self, **values: Tensor | float) -> None:
-        """Report the steps since the last report now; tensors are averaged over the ranks, a collective."""
+        """Report now the steps since the last report; tensors are averaged over the ranks, a collective."""
         means = self._means(values)
-        found = self._speed() if self._pending else {}  # a step that is reported twice has times in its first report
+        found = self._speed() if self._pending else {}  # no times in a step's second report
         self._write("step", {**means, **found, **self._memory(), "step": self.steps_made})
 
     def _speed(self) -> dict[str, Any]:
-        """Return seconds, tokens and bytes of the steps since the last call."""
+        """Return seconds and bytes of a step, and tokens per second, as means since the last call."""
         seconds, steps, sent = time.perf_counter() - self._since, self._pending, self._sent()
         found: dict[str, Any] = {"s_per_step": seconds / steps} | self._clock.parts(steps)
         if self._tokens:
@@ -128,14 +128,14 @@ class Metrics:
         return found
 
     def record(self, **values: Tensor | float) -> None:
-        """Write figures from outside of steps, such as ``val_loss``; time since the last step counts for no step."""
+        """Write figures that are of no step, such as ``val_loss``; time since the last step then counts for no step."""
         self._write("eval", {**self._means(values), "step": self.steps_made})
         now = time.perf_counter()
         self._since += now - max(self._stepped, self._since)
         self._stepped = now
 
     def close(self, **values: Any) -> None:
-        """Write the ``end`` line and stop. Nothing of the run is written after it."""
+        """Write the ``end`` line and close the file; nothing of the run is written after it."""
         self._write("end", {**values, **self._memory(), "step": self.steps_made})
         self._outputs.clear()
         self._opened.close()
@@ -155,7 +155,7 @@ class Metrics:
             self._file = self._opened.enter_context(self.path.open("ab+", buffering=0))
             if self._file.tell():
                 self._file.seek(-1, os.SEEK_END)
-                # end the half line of an earlier run that was killed
+                # end the half line that an earlier, killed run has left
                 self._file.write(b"" if self._file.read(1) == b"\n" else b"\n")
         except (OSError, TypeError, ValueError) as error:
             raise ValueError(f"Metrics: {self.path} cannot be written: {error}") from error
@@ -171,7 +171,7 @@ class Metrics:
             self._outputs.append(partial(_show, self._total))
 
     def _append(self, values: dict[str, Any]) -> None:
-        """Append a line to the file; if the disk is full, training goes on and the figures are lost."""
+        """Append a line to ``metrics.jsonl``; if the disk is full, training goes on and further figures are lost."""
         line = json.dumps(values, default=str).encode() + b"\n"
         try:
             while line:
@@ -190,7 +190,7 @@ class Metrics:
             output(written)
 
     def _means(self, values: dict[str, Tensor | float]) -> dict[str, float]:
-        """Return the values, tensors as means over the ranks."""
+        """Return ``values`` as numbers, tensors as their means over the ranks."""
         group = [dist.distributed_c10d._get_default_group()] if self._ranks > 1 else []
         numbers = {name: _number(name, value) for name, value in values.items()}
         own = {name: number for name, number in numbers.items() if isinstance(values[name], Tensor)}
@@ -222,14 +222,14 @@ def _number(name: str, value: Tensor | float) -> float:
 
 
 def peak_memory() -> int:
-    """Return the peak bytes of tensors on the GPU; without a GPU, of the whole process."""
+    """Return the peak bytes of tensors on the GPU; without a GPU, those of the whole process in host memory."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 class _StepClock:
-    """Measures forwards, backwards and optimizer steps, by CUDA events on a GPU; only ``parts`` waits for them."""
+    """Times forwards, backwards and optimizer steps, by CUDA events on a GPU; only ``parts`` waits for the events."""
 
     def __init__(self, model: nn.Module) -> None:
         self._on_cuda = any(each.is_cuda for each in model.parameters())
@@ -242,7 +242,7 @@ class _StepClock:
         ]
 
     def _mark_forward(self, begins: str) -> None:
-        # a forward without gradients is a validation's, and in a compiled graph no time can be taken
+        # skip forwards without gradients, which are of validations, and compiled graphs, in which no time can be taken
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self._mark(begins)
 
@@ -255,7 +255,7 @@ class _StepClock:
         self._marks.append((begins, event))
 
     def parts(self, steps: int) -> dict[str, float]:
-        """Return seconds of the parts of a step since the last call. A backward ends with the next forward or step."""
+        """Return mean seconds of a step's parts since the last call. A backward ends as a forward or update begins."""
         found: dict[str, float] = defaultdict(float)
         if self._on_cuda and self._marks:
             self._marks[-1][1].synchronize()

@@ -3,10 +3,10 @@
     link      gather 0 | gather 1  | gather 2  |          reduce 2 | gather 0 | reduce 1 | reduce 0 |
     compute            | forward 0 | forward 1 | forward 2 | backward 2 | backward 1 | backward 0 |
 
-One lane computes, the other carries one collective at a time, both in the order in which the engine issues them. Groups
-of a role take turns in its buffers: an all-gather waits until the previous group in the buffer has computed, and a
-backward waits until the reduce that reads its gradient buffer is over. Time in which one lane waits for the other is
-exposed. What a ``ReplicaSync`` sends has the whole step, in a third lane.
+One lane computes, the other carries one collective at a time, both in the order in which the engine issues them. Units
+of a role take turns in the role's buffers: an all-gather waits until the previous unit in its buffer has computed, and
+a backward waits until the reduce that reads its gradient buffer is over. Time in which the computing lane waits for the
+network is exposed. What a ``ReplicaSync`` sends may take the whole step, in a third lane.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ Kind: TypeAlias = Literal["forward", "backward", "all_gather", "reduce", "all_re
 
 
 class Link(NamedTuple):
-    """Times of a collective."""
+    """The network between ranks, by the times that collectives take."""
 
     per_byte: float
     """Seconds for each byte that a rank sends to other nodes."""
     latency: float = 0.0
-    """Seconds of a collective of no bytes."""
+    """Seconds of each collective besides those for its bytes and ranks."""
     hop: float = 0.0
-    """Seconds more for each further rank, as ranks of a ring pass everything on."""
+    """Seconds of a collective for each rank but the first, as ranks of a ring pass everything on."""
     within: float = 0.0
     """Seconds for each byte that a rank sends within its node."""
     node: int = 1
@@ -38,8 +38,8 @@ class Link(NamedTuple):
     def seconds(self, event: Event) -> float:
         """Return how long it takes until every rank has sent the event's bytes.
 
-        A ring leaves a node once, and its bytes share the links of all its ranks in the node. A ``direct`` sum sends
-        all bytes but those for owners in the node over the rank's own link.
+        A ring crosses to the next node once, and its bytes share the links of all its ranks in a node. In a ``direct``
+        sum each rank sends all bytes but those for owners in its node over its own link.
         """
         near = max(1, self.node // event.stride)  # ranks of the collective in a node
         crossing = 1 / near if event.ranks > near else 0.0
@@ -73,7 +73,7 @@ class Event(NamedTuple):
     ranks: int = 1
     """Number of ranks that take part."""
     stride: int = 1
-    """Distance between these ranks, numbered as in the mesh: 1 in a shard, its size over replicas."""
+    """Distance between the numbers of neighbouring ``ranks`` in the mesh: 1 in a shard, its size over replicas."""
 
     @property
     def lane(self) -> str:
@@ -81,7 +81,7 @@ class Event(NamedTuple):
 
 
 class StepTime(NamedTuple):
-    """Seconds of a step."""
+    """Seconds of the parts of a step."""
 
     forward: float
     backward: float
@@ -103,7 +103,7 @@ class StepTime(NamedTuple):
 
 
 def step_time(events: Sequence[Event], flops_per_second: float, link: Link) -> StepTime:
-    """Return how long a step takes."""
+    """Return how long a step with these events takes at a compute rate, over a link."""
     ends: list[float] = []
     free = {"compute": 0.0, "network": 0.0, "sync": 0.0}
     computed = {"forward": 0.0, "backward": 0.0}
@@ -150,7 +150,7 @@ def events_of(plan: Plan, work: Mapping[str, Work]) -> list[Event]:
         add("sync", "", plan.communication.replicas, ranks=replicas, stride=plan.world)
         replicas = 1
     owners: dict[object, int] = {}
-    before: list[int | None] = []  # for each unit, the one that had its weight buffer before
+    before: list[int | None] = []  # for each unit, the unit that had its weight buffer before
     for index, unit in enumerate(units):
         before.append(owners.get((unit.role, unit.buffer)))
         owners[unit.role, unit.buffer] = index
@@ -166,7 +166,7 @@ def events_of(plan: Plan, work: Mapping[str, Work]) -> list[Event]:
     add("backward", "", sum(each.backward for each in outside))
     counts = {each.role: max(each.gradient_buffers, 1) for each in plan.buffers}
     places = [sum(other.role == unit.role for other in units[:index]) for index, unit in enumerate(units)]
-    reduced: dict[object, int | None] = {}  # the last collective that reads each gradient buffer
+    reduced: dict[object, int | None] = {}  # the last reduce that reads each gradient buffer
     gathered_again: dict[int, int | None] = {}
     for index, unit in reversed(list(enumerate(units))):
         buffer = unit.role, places[index] % counts[unit.role]
@@ -175,7 +175,7 @@ def events_of(plan: Plan, work: Mapping[str, Work]) -> list[Event]:
         reduced[buffer] = own = add("reduce", unit.name, traffic[index].reduce, done)
         add("all_reduce", unit.name, traffic[index].replicas, own, done, ranks=replicas, stride=plan.world)
         again = before[index]
-        if again is not None:  # the unit's weight buffer is free to gather the unit that had it before
+        if again is not None:  # the weight buffer is free to gather the unit that had it before
             near, sent = plan.secondary_ranks or plan.world, traffic[again].gather_backward
             gathered_again[again] = add("all_gather", units[again].name, sent, done, ranks=near)
     add("all_reduce", "", plan.communication.replicated, *range(len(events))[-1:], ranks=plan.world * replicas)

@@ -1,4 +1,4 @@
-"""The process that keeps a lab: it holds the namespaces, and cleans up however the lab ends.
+"""The process that keeps a ``Lab``: it holds the network namespaces, and cleans up however the lab ends.
 
 The lab forks the keeper into a session of its own. The keeper makes the network, and waits for the end of the lab or of
 the process that made the lab, by whatever signal. Then the keeper kills everything that is still in the lab's network
@@ -36,7 +36,7 @@ from yafsdp_cc.tools.netlab.links import DEVICE, LabError, Unavailable, address,
 
 RELAY = Path(__file__).with_name("relay.c")
 PROGRAMS = {"ip": "iproute2", "tc": "iproute2", "nsenter": "util-linux"}
-"""Programs that a lab needs, and the package of each."""
+"""Programs that a ``Lab`` needs, and the Debian package of each."""
 QUIET = "flood off learning off mcast_flood off bcast_flood off"
 NOT_ALLOWED = (
     "network namespaces are not allowed here ({error}): run as root (containers: --cap-add SYS_ADMIN,NET_ADMIN), or "
@@ -70,7 +70,7 @@ def keep(maker: int, lab: Connection, machines: int, ranks_per_machine: int, del
     except Unavailable as reason:
         lab.send(reason)
     except (ProcessLookupError, ConnectionError):
-        pass  # the process that has made the lab has ended already: nobody reads messages
+        pass  # the process that made the lab has ended: nobody reads messages
     except BaseException:
         traceback.print_exc()
     finally:
@@ -78,7 +78,7 @@ def keep(maker: int, lab: Connection, machines: int, ranks_per_machine: int, del
 
 
 def _make_namespaces(machines: int) -> list[int]:
-    """Return a descriptor of each machine's namespace; this process remains in one more, the hub."""
+    """Make a network namespace for each machine; return descriptors. This process ends up in one more, the hub."""
     for program, package in PROGRAMS.items():
         if shutil.which(program) is None:
             raise Unavailable(f"no program {program!r}: apt-get install {package}")
@@ -93,7 +93,7 @@ def _make_namespaces(machines: int) -> list[int]:
 
 def _connect(held: list[int], relayed: bool, single: bool) -> None:
     """Join the simulated machines by a bridge, or leave their ports to a relay. ``single``: a packet is one frame."""
-    # the relay takes a frame's receiver from the last bytes of the MAC address
+    # the relay finds the receiver of a frame by the last bytes of its MAC address
     hardware = [f"02:00:00:00:00:{machine + 1:02x}" for machine in range(len(held))]
     hub = [] if relayed else ["link add hub type bridge mcast_snooping 0", "link set hub addrgenmode none up"]
     for machine, mac in enumerate(hardware):
@@ -122,7 +122,7 @@ def _connect(held: list[int], relayed: bool, single: bool) -> None:
 
 
 def _start_relay(folder: str, machines: int, delay_ms: float, loss: float) -> subprocess.Popen[str]:
-    """Return the relay, which runs in the namespace of the ports and ends with this process."""
+    """Compile and start the relay, which carries frames between the hub's ports until this process ends; return it."""
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         raise Unavailable("delay and loss need a C compiler: apt-get install gcc libc6-dev")

@@ -25,13 +25,13 @@ from yafsdp_cc.tools.netlab.links import UNSHAPED, LabError, Links, Traffic, Una
 
 MOST_RANKS = 250
 START = 30.0
-"""Seconds that making the namespaces may take."""
+"""Seconds that making the network namespaces of a ``Lab`` may take."""
 GRACE = 0.3
-"""Seconds by which a process's end may be seen later than its effect on other ranks."""
+"""Seconds by which the end of a rank's process may be seen later than the failures that it causes in others."""
 
 
 class Lab:
-    """Network namespaces, one per rank, joined by links of a given rate, delay and loss.
+    """Network namespaces, one per rank by default, joined by links of a given rate, delay and loss.
 
     The namespaces and all processes in them end with the ``with``, or with the process that made the ``Lab``. Raises
     ``Unavailable`` if the machine cannot have network namespaces.
@@ -39,9 +39,9 @@ class Lab:
     Args:
         bandwidth: what each rank can send, and receive, per second, headers included: ``100mbit``, ``2.5gbit`` or
             ``unshaped``.
-        delay_ms: one way; an answer takes twice that.
+        delay_ms: milliseconds that a frame takes one way; an answer takes twice that.
         loss: fraction of packets that are lost.
-        ranks_per_machine: number of ranks that share a namespace, and so one link to all others, but none among them.
+        ranks_per_machine: number of ranks that share a namespace: one link to other ranks, none among themselves.
     """
 
     def __init__(
@@ -92,11 +92,11 @@ class Lab:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with suppress(ConnectionError):  # closing is not enough: forked processes hold the pipe, too
+        with suppress(ConnectionError):  # closing is not enough: forks hold the pipe, too
             self._keeper.send(None)
         self._keeper.close()
         os.waitpid(self._keeper_pid, 0)
-        shutil.rmtree(self._folder, ignore_errors=True)  # a keeper that was killed has left the folder
+        shutil.rmtree(self._folder, ignore_errors=True)  # a killed keeper has left the folder
 
     def run(self, body: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
         """Run ``body(*args)`` on forked ranks in one gloo group with equal seeds; return the results, by pickle.
@@ -108,11 +108,11 @@ class Lab:
         return self._on_ranks(timeout, _with_gloo, store, timeout, body, args)
 
     def launch(self, command: Sequence[str], timeout: float = 3600.0) -> None:
-        """Run a command as every rank, with torchrun's variables set; ``LabError`` if one fails or hangs."""
+        """Run a command as every rank, with torchrun's variables set; raise ``LabError`` if a rank fails or hangs."""
         self._on_ranks(timeout, _execute, command)
 
     def set_bandwidth(self, bandwidth: str, *, rank: int | None = None, receive: str | None = None) -> None:
-        """Change the rate of every link, or of one rank's, of running ranks too; a rank may call it itself."""
+        """Change the rate of every link, or of one rank's link, also while ranks run; ranks may call it, too."""
         self.links.set_bandwidth(bandwidth, rank=rank, receive=receive)
 
     def traffic(self) -> list[Traffic]:
@@ -160,7 +160,7 @@ class Lab:
         return [results[rank] for rank in range(self._ranks)]
 
     def _hear_keeper(self) -> Any:
-        """Return the keeper's message; if it is the reason why there is no lab, or why it broke, raise it."""
+        """Return the keeper's message, or raise it if it is an error: why there is no lab, or what broke the lab."""
         try:
             sent = self._keeper.recv()
         except (EOFError, ConnectionError):
@@ -184,7 +184,7 @@ def _received(answer: Connection, rank: int, processes: Sequence[ForkProcess]) -
     except EOFError:
         raise end_of(rank) from None
     if failed:
-        # look for a killed rank, which sends nothing: other ranks fail as they lose their connection to it
+        # look for a killed rank, which sends no error: other ranks fail as they lose their connection to that rank
         ended = wait([process.sentinel for process in processes], timeout=GRACE)
         killed = [other for other, process in enumerate(processes) if process.sentinel in ended]
         raise end_of(killed[0]) if killed else LabError(f"rank {rank}:{value}")
@@ -199,7 +199,7 @@ def _be_rank(
 ) -> NoReturn:
     """Enter the rank's namespace before there are threads, run the body and send what it returns.
 
-    A rank that has answered waits to be killed: closing its connections early may fail another rank's last call.
+    A rank that has answered waits to be killed: if it closed its connections, another rank's last call might fail.
     """
     try:
         os.setsid()  # only the lab handles Ctrl-C, and then ends its ranks

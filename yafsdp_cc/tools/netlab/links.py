@@ -16,11 +16,11 @@ MASTER_PORT = "29500"
 """Port where the ranks of a ``Lab`` meet: no other program uses the lab's network."""
 BITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9, "tbit": 10**12}
 FRAME = 66_000
-"""Bytes of the largest frame, its headers in each packet counted."""
+"""Bytes of the largest frame, with the headers of all packets that it stands for."""
 HEADERS = 66
-"""Bytes of a frame before what TCP carries: Ethernet 14, IPv4 20, TCP 20 with 12 of time stamps."""
+"""Bytes of headers in a frame, before TCP's payload: Ethernet 14, IPv4 20, TCP 20 and its time stamps 12."""
 QUEUE = "50ms"
-"""Length of a link's queue in sending time; further packets are dropped, as by a switch."""
+"""Longest time that packets wait in a link's queue; further packets are dropped, as by a switch."""
 
 
 class LabError(RuntimeError):
@@ -44,7 +44,7 @@ class Traffic(NamedTuple):
 
     @property
     def payload_sent(self) -> int:
-        """Bytes sent, without their packets' headers."""
+        """Bytes sent, without the headers of their frames."""
         return self.sent - HEADERS * self.frames_sent
 
 
@@ -69,7 +69,7 @@ class Links(NamedTuple):
 
     @property
     def hub(self) -> str:
-        """Path of the network namespace that has the other ends of the links."""
+        """Path of the hub's network namespace, which has the ports: the other ends of the machines' links."""
         return f"/proc/{self.keeper}/ns/net"
 
     @property
@@ -84,7 +84,7 @@ class Links(NamedTuple):
     def variables(self, rank: int) -> dict[str, str]:
         """Return a rank's environment variables: those that torchrun sets, and the interface for gloo."""
         ranks, machine = len(self.descriptors), self.descriptors[rank]
-        # every machine looks like a machine of its own to its ranks, with its share of this one's cores
+        # to its ranks a simulated machine looks like a real one, with a share of this machine's cores
         threads = max(1, len(os.sched_getaffinity(0)) // ranks)
         return {
             "RANK": str(rank),
@@ -106,11 +106,11 @@ class Links(NamedTuple):
         return ["nsenter", *user, f"--net={namespace}", "--"]
 
     def set_bandwidth(self, bandwidth: str, *, rank: int | None = None, receive: str | None = None) -> None:
-        """Limit the rates of links from now on. One rank's call is for all; connections stay open.
+        """Limit the rates of links from now on. It is enough that one rank calls this; connections stay open.
 
         Args:
             rank: rank whose machine's link changes; None: all.
-            receive: rate at which a machine receives, if it differs.
+            receive: rate at which a machine receives, if that is not ``bandwidth``.
         """
         sends, receives = bits_per_second(bandwidth), bits_per_second(receive or bandwidth)
         chosen = [each for each in enumerate(self.machines) if rank is None or each[1] == self.of_rank(rank)]
@@ -124,8 +124,7 @@ class Links(NamedTuple):
         for line in Path(f"/proc/{self.keeper}/net/dev").read_text().splitlines()[2:]:
             name, _, figures = line.partition(":")
             counters[name.strip()] = [int(figure) for figure in figures.split()]
-        # bytes that the port received are those that the machine sent; columns: bytes and frames received first, bytes
-        # sent ninth
+        # a port receives what its machine sends; columns of net/dev: bytes and frames received first, bytes sent ninth
         ports = [counters[port(machine)] for machine in range(len(self.machines))]
         return [Traffic(sent=own[0], received=own[8], frames_sent=own[1]) for own in ports]
 
@@ -136,7 +135,7 @@ def address(machine: int) -> str:
 
 
 def port(machine: int) -> str:
-    """Return the name of the interface at the other end of a machine's link."""
+    """Return the name of the hub's interface at the other end of a machine's link."""
     return f"port{machine}"
 
 
@@ -147,7 +146,7 @@ def quantity(text: str, units: Mapping[str, float]) -> float:
 
 
 def bits_per_second(bandwidth: str) -> int:
-    """Read ``100mbit``, ``2.5gbit`` or ``unshaped``, which is 0."""
+    """Return the bits per second of ``100mbit``, ``2.5gbit`` or ``unshaped``, which is 0."""
     bits = round(quantity(bandwidth, BITS))
     if bits < BITS["kbit"] and bandwidth != UNSHAPED:
         raise ValueError(f"bandwidth {bandwidth!r}: write 100mbit, 2.5gbit, 500kbit or {UNSHAPED}")

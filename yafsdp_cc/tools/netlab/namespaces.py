@@ -37,13 +37,13 @@ def become_capable() -> None:
 def create() -> int:
     """Move to a new network namespace, whose interfaces do not announce themselves; return a descriptor of it."""
     _call("unshare", NEW_NET)
-    with suppress(OSError):  # /proc/sys is read-only: IPv6 sends some 90 bytes now and then
+    with suppress(OSError):  # /proc/sys is read-only: IPv6 then sends some 90 bytes now and then
         Path("/proc/sys/net/ipv6/conf/default/disable_ipv6").write_text("1")
     return os.open("/proc/self/ns/net", os.O_RDONLY)
 
 
 def enter(net: str, user: str = "/proc/self/ns/user") -> None:
-    """Move to the network namespace at a path, and to its user namespace, unless this process is there.
+    """Move to the network namespace at ``net``, and to the user namespace at ``user`` unless this process is in that.
 
     Entering a user namespace works only in a process of one thread, so call it soon after a fork.
     """
@@ -66,7 +66,7 @@ def number(path: str) -> int:
 
 
 def sweep(namespaces: Collection[int]) -> None:
-    """Kill every other process in network namespaces of these numbers; raise if some do not die."""
+    """Kill every other process in the network namespaces with these numbers; raise TimeoutError if some do not die."""
     deadline = time.monotonic() + PATIENCE
     while alive := [int(entry) for entry in os.listdir("/proc") if entry.isdigit() and _kill(int(entry), namespaces)]:
         if time.monotonic() > deadline:

@@ -17,7 +17,7 @@ Span: TypeAlias = "tuple[float, float]"
 
 
 def joined(spans: Iterable[Span], gap: float = 0.0) -> list[Span]:
-    """Return the time of ``spans`` in as few spans as possible, in order; spans at most ``gap`` apart are joined."""
+    """Return ``spans`` joined to as few as possible, in order; spans at most ``gap`` apart become one."""
     found: list[Span] = []
     for begin, end in sorted(spans):
         if found and begin <= found[-1][1] + gap:
@@ -28,7 +28,7 @@ def joined(spans: Iterable[Span], gap: float = 0.0) -> list[Span]:
 
 
 def without(spans: Iterable[Span], covers: Sequence[Span]) -> list[Span]:
-    """Return the time of ``spans`` that is in none of ``covers``, which are ``joined``."""
+    """Return the parts of ``spans`` that lie in none of ``covers``, a result of ``joined``."""
     found = []
     for begin, end in spans:
         place = max(0, bisect_right(covers, (begin, float("inf"))) - 1)
@@ -41,7 +41,7 @@ def without(spans: Iterable[Span], covers: Sequence[Span]) -> list[Span]:
 
 
 def length(spans: Iterable[Span]) -> float:
-    """Return the time of spans that do not overlap."""
+    """Return the sum of the lengths of ``spans``, which must not overlap."""
     return sum(end - begin for begin, end in spans)
 
 
@@ -54,19 +54,19 @@ class Shared(NamedTuple):
 
 
 class Slowed(NamedTuple):
-    """A kernel that ran beside communication, and alone."""
+    """A kernel of which some runs were beside communication and some were not."""
 
     name: str
     beside: int
-    """Number of the kernel's runs during whose time, or nine tenths of it, the GPU also communicated. A run that
-    overlapped with communication for less than that, but not for nothing, counts neither here nor for ``alone_us``."""
+    """Number of the kernel's runs that overlapped with communication for at least nine tenths of their time. A run
+    that overlapped for a smaller part counts neither here nor for ``alone_us``."""
     alone_us: float
     beside_us: float
-    """Mean microseconds of a run beside communication."""
+    """Mean microseconds of the kernel's runs beside communication."""
 
     @property
     def lost_us(self) -> float:
-        """Microseconds by which all runs beside communication took longer than alone."""
+        """Microseconds by which all runs beside communication together took longer than as many alone."""
         return self.beside * (self.beside_us - self.alone_us)
 
 
@@ -80,7 +80,7 @@ class Overlap(NamedTuple):
     """Time of the steps by part, each moment counted once: compute, optimizer, codec, exposed communication, copy,
     idle."""
     groups: dict[str, dict[str, Shared]]
-    """All-gathers and reduces of each unit."""
+    """Communication by unit, and by kind."""
     slowed: list[Slowed]
     """Kernels sorted by the time they lost, the largest first."""
     slowdown: float | None
@@ -135,7 +135,7 @@ def measure(trace: Trace) -> Overlap:
 
 
 def _slowed(activities: Iterable[Activity], sent: list[Span]) -> list[Slowed]:
-    """Compare kernels of equal name and shape beside communication and away from it."""
+    """Compare runs of kernels of equal name and shape beside communication with runs away from it."""
     times: dict[tuple[str, str], tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
     for each in activities:
         took = each.end - each.start

@@ -15,12 +15,12 @@ from yafsdp_cc.tools.report.overlap import Overlap, Shared, Slowed
 from yafsdp_cc.tools.report.trace import COMMUNICATION, UnreadableError
 
 Rows = list[list[str]]
-"""A table; the first row is its head, the first column has names."""
+"""A table: its first row is the head, its first column has names."""
 
 
 Count: TypeAlias = Annotated[int, Field(ge=0, le=1 << 53)]
 Figure: TypeAlias = Annotated[float, Field(ge=-1e300, le=1e300)] | None
-"""A number in a table of the report; None stands for one that was not finite."""
+"""A number in a line of ``metrics.jsonl``; None stands for one that was not finite."""
 
 
 class _Line(BaseModel):
@@ -28,7 +28,7 @@ class _Line(BaseModel):
 
 
 class Start(_Line):
-    """The ``start`` line of a run, or of a run that resumes it: the fields that a report uses."""
+    """The ``start`` line of a run, which a run that resumes writes again: the fields that a report uses."""
 
     event: Literal["start"]
     first_step: Count = 0
@@ -56,35 +56,35 @@ class Record(_Line):
 
 
 PARTS = ("forward", "backward", "optimizer")
-"""Parts of a step whose seconds a run may know."""
+"""Parts of a step whose seconds a run may have measured."""
 _LINE: TypeAdapter[Start | Record] = TypeAdapter(Annotated[Start | Record, Field(discriminator="event")])
 
 
 class Run(NamedTuple):
-    """The records that ``yafsdp_cc.Metrics`` has written of a run."""
+    """A run, by the records that ``yafsdp_cc.Metrics`` has written of it."""
 
     name: str
     start: Start
     records: list[Record]
     """Records in order; steps that were made again after a restart occur once."""
     cut_off: list[int]
-    """Numbers of lines that are left out, because the run was killed while it wrote them."""
+    """Numbers of the file's lines that are left out, because the run was killed while it wrote them."""
 
     def curve(self, key: str) -> list[tuple[int, float]]:
-        """Return the step and the value of each record that has a key."""
+        """Return the step and the value of ``key`` of each record in which it has a value."""
         return [(each.step, value) for each in self.records if (value := getattr(each, key)) is not None]
 
     def usual(self, key: str) -> float | None:
-        """Return the median of a key over all reports but the first, whose steps make buffers."""
+        """Return the median of the values of ``key`` in all reports but the first, whose steps allocate buffers."""
         values = [value for _, value in self.curve(key)]
         return median(values[1:] or values) if values else None
 
     def parts(self) -> dict[str, float]:
-        """Return the usual seconds of the parts of a step that are known, by name."""
+        """Return the usual seconds of each part of a step, by name; 0 for a part that was not measured."""
         return {each: self.usual(f"{each}_s") or 0.0 for each in PARTS}
 
     def last(self, key: str) -> Any:
-        """Return the last value of a key, NaN if it was not finite; None if there is none."""
+        """Return the last value of ``key``, NaN if it was not finite; None if there is none."""
         for each in (*reversed(self.records), self.start):
             if key in each.model_fields_set:
                 value = getattr(each, key)
@@ -95,7 +95,7 @@ class Run(NamedTuple):
 def read_run(path: Path) -> Run:
     """Read a ``metrics.jsonl``.
 
-    A killed run leaves half a line, which is skipped: at the end, or before the start of the resumed run.
+    The half line of a killed run is skipped: at the end, or before the ``start`` line of the run that resumed it.
 
     Raises:
         UnreadableError: ``path`` is no ``metrics.jsonl``; the message names the line.
@@ -137,7 +137,7 @@ def read_run(path: Path) -> Run:
 
 
 def run_table(runs: Sequence[Run]) -> Rows:
-    """Return the figures of runs, a row for each."""
+    """Return a table of the figures of runs, with a row for each run."""
     times = ["ms/step", *(f"ms {part}" for part in PARTS)]
     megabytes = ["MB sent/step", "MB owned", "MB planned", "MB at most"]
     head = ["run", "ranks", "steps", "loss", "val loss", "tokens/s", *times, *megabytes]
@@ -162,7 +162,7 @@ def run_table(runs: Sequence[Run]) -> Rows:
 
 
 def run_verdict(runs: Sequence[Run]) -> list[str]:
-    """Return what differs between runs, the largest ratio first; of one run, what takes most of its step."""
+    """Return what differs between runs, the largest ratio first; of a single run, what takes most of its step."""
     if len(runs) == 1:
         run, step, parts = runs[0], runs[0].usual("s_per_step"), runs[0].parts()
         if not step or not any(parts.values()):
@@ -201,7 +201,7 @@ def trace_verdict(found: Overlap) -> list[str]:
 
 
 def trace_tables(found: Overlap) -> dict[str, Rows]:
-    """Return the figures of a trace as tables by title; times are milliseconds of a step."""
+    """Return the figures of a trace as tables by title; times are milliseconds in a step."""
     steps, whole = 1e3 * found.trace.steps, (found.trace.end - found.trace.start) / 100
 
     def row(name: str, shared: Shared) -> list[str]:

@@ -24,7 +24,7 @@ COMMUNICATION: tuple[Kind, ...] = ("all-gather", "reduce", "other communication"
 
 
 class UnreadableError(ValueError):
-    """A file is not of the expected kind; the message names it and says what to do."""
+    """A file is not a run or trace that can be read; the message names the file and says why."""
 
 
 class Activity(NamedTuple):
@@ -37,7 +37,7 @@ class Activity(NamedTuple):
     """Name of the stream or thread."""
     kind: Kind
     group: str
-    """Name of the unit in whose range the activity was launched; "" outside of all."""
+    """Name of the unit in whose range the activity was launched; "" outside of all units."""
     shape: str
     """Grid and block of a kernel, or shapes of an operator's inputs: work of equal name and shape is equal."""
 
@@ -53,7 +53,7 @@ class Trace(NamedTuple):
 
 
 class _Launch(NamedTuple):
-    """An activity, with the thread and the time of its launch."""
+    """An activity that is not labelled yet, with the thread and the time of its launch."""
 
     start: float
     end: float
@@ -90,7 +90,7 @@ def read(path: Path) -> Trace:
 
 
 _CUT_OFF = (EOFError, UnicodeDecodeError, json.JSONDecodeError, zlib.error, sqlite3.DatabaseError)
-_DAMAGED = (*_CUT_OFF, AttributeError, KeyError, TypeError)  # the last three: a value is missing, or of another type
+_DAMAGED = (*_CUT_OFF, AttributeError, KeyError, TypeError)  # last three: a value is missing or of another type
 
 
 def _read(path: Path) -> Trace:
@@ -99,7 +99,7 @@ def _read(path: Path) -> Trace:
         raise UnreadableError(f"{path}: no kernel, copy or operator in this trace; record it with yafsdp-cc profile")
     steps = [each for each in ranges if re.match(r"ProfilerStep#|YaFSDP::iteration", each.name)]
     start = min(each.start for each in steps or launches)
-    # activities count, too: a GPU ends its part of a step later than the host
+    # the end of activities counts, too: a GPU ends its part of a step later than the host
     end = max(each.end for some in (steps, launches) for each in some)
     if not 0 < end - start < inf:
         raise UnreadableError(f"{path}: its events take {end - start} us in all: record it with yafsdp-cc profile")
@@ -254,7 +254,7 @@ _NAMED: tuple[tuple[str, Kind], ...] = (("allgather", "all-gather"), ("reduce", 
 
 
 def _labelled(launches: Iterable[_Launch], ranges: Iterable[_Range]) -> Iterable[Activity]:
-    """Yield activities with the ranges in which they were launched."""
+    """Yield an activity for each launch, with its kind and unit by the ranges open at the time of the launch."""
     by_thread: dict[Hashable, list[_Range]] = defaultdict(list)
     for each in ranges:
         if each.name.startswith(_UPDATES) or _UNIT.match(each.name):
