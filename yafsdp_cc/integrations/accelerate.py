@@ -55,7 +55,7 @@ def accept_sharded(accelerator: Accelerator, model: nn.Module) -> Accelerator:
 def _prepare(accelerator: Accelerator, each: Any) -> Any:
     if not isinstance(each, nn.Module):
         return accelerator._prepare_one(each, first_pass=True)
-    check_sharded(each)  # refuse a model that is not sharded: nothing below would shard it
+    check_sharded(each)  # refuse a model that is not sharded: no later code would shard it
     if each in accelerator._models:
         return each
     return accelerator.prepare_model(each, evaluation_mode=True)

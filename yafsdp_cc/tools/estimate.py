@@ -79,7 +79,7 @@ class Activations(NamedTuple):
     outside: int
     """Peak bytes outside the blocks (logits, loss), reached between the last block's forward and its backward."""
     lowest: int
-    """Peak bytes while no block holds anything, in the backward of the embedding."""
+    """Peak bytes while no block holds activations, in the backward of the embedding."""
 
     def peak(self, checkpointed: int = 0) -> int:
         """Return the bytes at the peak of a step where the first ``checkpointed`` blocks are recomputed.
@@ -355,7 +355,7 @@ def probe(subject: Subject, policy: MixedPrecisionPolicy, units: Units = "auto")
 
 
 def _truncate(model: nn.Module, blocks: list[nn.Module]) -> dict[nn.Module, nn.Module]:
-    """Remove equal neighbouring blocks but the first and the last from their containers, unless listed twice.
+    """Remove all but the first and last of equal neighbouring blocks from containers; blocks listed twice stay.
 
     Returns, for each module of a removed block, the corresponding module of a block that remains.
     """
@@ -409,7 +409,7 @@ def _run(
         loss = loss_of(model)
         if not (isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad):
             raise ValueError("the function of the model returns no loss: return one number that depends on its weights")
-        forward, made = _by_name(flops, model), [*calls]  # now: the backward calls checkpointed blocks again
+        forward, made = _by_name(flops, model), [*calls]  # copied, as the backward calls checkpointed blocks again
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(lambda each: setattr(each, "grad", None))
@@ -421,7 +421,7 @@ def _run(
     found, kept = [], 0
     for block in blocks:
         stats = tracker.memory_tracking.get(block, None)
-        if stats is None or _ModState.PEAK_BW not in stats.snapshots:  # without forward or backward
+        if stats is None or _ModState.PEAK_BW not in stats.snapshots:  # the block had no forward or no backward
             found.append(Block(0, 0, 0))
             continue
         sizes = [size for called, size in made if called is block]
@@ -449,7 +449,7 @@ def _count_repeated(blocks: list[nn.Module], flops: FlopCounterMode) -> Iterator
 
     def enter(block: nn.Module, _: Any) -> None:
         if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
-            return  # the model checkpoints this block by such hooks, which ours would hide
+            return  # the model checkpoints this block by saved-tensor hooks, which ours would hide
         before = flops.get_total_flops() - repeated.get(block, 0.0)
 
         def pack(tensor: Tensor) -> Tensor:

@@ -146,7 +146,7 @@ def fake_ranks(
         kind: kind of devices, "cpu" or "cuda"; ``BACKENDS`` gives the backend.
     """
     for codec in error_feedback._NUMBERS:
-        error_feedback.lost_share(codec, 256)  # cache it: fake tensors would not tell a codec's loss
+        error_feedback.lost_share(codec, 256)  # cache the codec's loss, which cannot be measured on fake tensors
     current = event()
     cuda = {"current_stream": lambda *_: current, "stream": lambda _: ExitStack(), "current_device": lambda: 0}
     backend = {"backend_of": lambda *_: BACKENDS[kind]}

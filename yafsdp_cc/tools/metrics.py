@@ -103,7 +103,7 @@ class Metrics:
         """
         self.steps_made += 1
         self._pending += 1
-        self._tokens = self._tokens + tokens  # may be on a GPU, so it is read only for a report
+        self._tokens = self._tokens + tokens  # ``tokens`` may be on a GPU: it is read only for a report
         at_edge = self.steps_made in (self._first + 1, self._total)
         if values or (self._every and (at_edge or self.steps_made % self._every == 0)):
             self.report(**({} if loss is None else {"loss": loss}), **values)

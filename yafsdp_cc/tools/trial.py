@@ -153,7 +153,7 @@ class Trial:
         """Wrap ``shard`` or ``fully_shard`` so that arguments which the trial's settings replace are dropped."""
         replaced = {each for name in self._asked.settings for each in REPLACED[name.partition(".")[0]]}
         if function is fsdp.fully_shard:
-            replaced |= {"compression", "ownership"}  # torch's ``fully_shard`` lacks these
+            replaced |= {"compression", "ownership"}  # torch's ``fully_shard`` lacks these arguments
 
         @functools.wraps(function)
         def watched(module: Any, *args: Any, **given: Any) -> Any:
@@ -177,7 +177,7 @@ class Trial:
         if not self._losses:  # allow some seconds for steps, however slow the start was
             self._began = time.time()
             self._ends = max(self._asked.ends, self._began + LEAST_SECONDS)
-            for each in self._engines():  # at its end the script may destroy process groups
+            for each in self._engines():  # not later: at its end the script may destroy process groups
                 with suppress(RuntimeError):  # no plan before a forward: this step trains another model
                     self._plans.append(api.plan_of(each.model))
         self._losses.append(self._roots)
@@ -222,7 +222,7 @@ class Trial:
     def _end(self) -> NoReturn:
         """End this process once all ranks have made the last step: what the script does at its end is not on trial."""
         self.write()
-        with suppress(RuntimeError, ValueError):  # another rank may have left already; no group
+        with suppress(RuntimeError, ValueError):  # another rank may have left already, or there is no group
             dist.barrier()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -266,7 +266,7 @@ def _one_bit(kind: str, asked: Asked) -> type[OneBitAdam]:
 
     class OneBit(OneBitAdam):
         def __init__(self, params: Any, *args: Any, **given: Any) -> None:
-            for name in ("foreach", "fused", "capturable", "differentiable"):  # these choose torch's kernels
+            for name in ("foreach", "fused", "capturable", "differentiable"):  # arguments that choose torch's kernels
                 given.pop(name, None)
             if wrong := [name for name in ("amsgrad", "maximize") if given.pop(name, False)]:
                 raise ValueError(f"OneBitAdam has no {wrong[0]}, which this script passes to {kind}")

@@ -88,7 +88,7 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser, folder: Pa
             status = _launch(job, launch, parser)
             return status
         except SignalException as stopped:
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # no Ctrl-C while the launcher ends
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # ignore Ctrl-C while the launcher ends
             return 128 + stopped.sigval
         finally:
             memory.close(status)
@@ -168,7 +168,7 @@ def _launch(job: _Job, launch: Callable[[], object], parser: argparse.ArgumentPa
                     os.kill(pid, number)
 
         def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-            if isinstance(self._pcontext, SubprocessContext):  # look before torch's agent ends the other ranks
+            if isinstance(self._pcontext, SubprocessContext):  # note which ended before torch's agent ends the others
                 handlers = self._pcontext.subprocess_handlers.items()
                 job.left[:] = [worker_group.workers[i].global_rank for i, each in handlers if each.proc.poll() == 0]
             result: RunResult = super()._monitor_workers(worker_group)
@@ -219,7 +219,7 @@ class _EndedError(Exception):
 
 
 class _OwnClock(C10dRendezvousBackend):
-    """A c10d rendezvous backend that dates each node's heartbeat by when this node saw it change, by its own clock.
+    """A c10d rendezvous backend that dates each node's heartbeat by when this node, by its own clock, saw it change.
 
     torch takes a node for dead by comparing that node's wall clock with this one's: wall clocks differ, and jump.
 
@@ -289,18 +289,18 @@ class FreshStores(RendezvousHandler):
         self._place, self._least = params.endpoint, params.min_nodes
         self._attempt = 0
         self._server: TCPStore | None = None
-        """Store where ranks meet, if this node serves it; its port is the user's in a first static attempt, or free."""
+        """Store of the ranks, if this node serves it; its port is the user's in static's first attempt, else free."""
         self._store: Store | None = None
         """Store in which launchers meet, if torch's c10d backend or this class has made one."""
         self._ended = f"yafsdp_cc/ended/{inner.run_id}"
         try:
-            seconds = 2 * (inner.get_as_int("read_timeout") or 60)  # torch connects twice, for ``read_timeout`` each
+            seconds = 2 * (inner.get_as_int("read_timeout") or 60)  # torch waits for ``read_timeout`` seconds twice
             if is_here:
                 _, port = parse_rendezvous_endpoint(params.endpoint, 29400)
                 if backend == "static":
                     self._server, port = self._meet(lambda: _listening_store("localhost", port)), 0
                 if inner.get("store_type", "tcp") == "tcp":
-                    # listen on localhost alone: torch's would on all interfaces, and launchers unpickle its values
+                    # listen on localhost only, unlike torch's own store, as launchers unpickle what is in a store
                     with suppress(OSError):  # the port is taken: let torch join another run's store there
                         self._store = _listening_store("localhost", port)
             if self._store is None and backend == "c10d":
@@ -338,7 +338,7 @@ class FreshStores(RendezvousHandler):
             raise RendezvousError(f"{self._place}: {reason}") from error
         except (RendezvousError, DistError, OSError) as error:
             reason = _first_line(error.__cause__ or error)
-            if "address already in use" in reason.lower():  # torch's case differs from Python's
+            if "address already in use" in reason.lower():  # torch and Python differ in upper and lower case
                 reason = "another program listens on this port; name another, or none if this is the only node"
                 raise RendezvousError(f"{self._place}: {reason}") from error
             raise RendezvousError(f"not all launchers have met at {self._place}: {reason}") from error
@@ -484,6 +484,6 @@ def _in_order(failures: Mapping[int, ProcessFailure]) -> list[Failure]:
     killed = [failure for failure in silent if failure.exit_code < 0 and failure.exit_code != -signal.SIGTERM]
     left = [failure for failure in silent if failure.exit_code > 0]
     wrote.sort()
-    if wrote and re.search("(closed|reset) by peer", wrote[0].traceback):  # a peer exited without exception
+    if wrote and re.search("(closed|reset) by peer", wrote[0].traceback):  # a rank exited without an error
         return [*killed, *left, *wrote]
     return [*killed, *wrote, *left] or silent

@@ -56,7 +56,7 @@ def main(argv: list[str]) -> int:
 
     parser = all_flags()
     if "PET_MASTER_PORT" not in os.environ:
-        parser.set_defaults(master_port=None)  # torch before 2.13 has 29500, as if the user had named it
+        parser.set_defaults(master_port=None)  # torch before 2.13 defaults to port 29500, as if the user had named it
     options = _by_precedence(parser, argv, _settings(parser, parser.parse_args(argv)))
     forks.install(is_forking=options.start_method != "spawn")
     ranks = _check(parser, options, torchrun.determine_local_world_size)
@@ -74,7 +74,7 @@ def main(argv: list[str]) -> int:
     except OSError as error:
         parser.error(f"no folder for logs can be made, {error}: name another, --log-dir=DIR")
     title = " ".join([options.training_script, *options.training_script_args])
-    options.run_path = False  # of torchrun's --run-path, as the runner runs every script by runpy
+    options.run_path = False  # drop torchrun's --run-path: the runner runs every script by runpy anyway
     if not options.no_python:
         form = ["-m"] if options.module else []
         options.training_script_args = [*form, options.training_script, *options.training_script_args]
@@ -118,11 +118,11 @@ def _by_precedence(parser: argparse.ArgumentParser, argv: list[str], settings: S
             is_text = isinstance(parser.get_default(option), str) and one.value is not None
             parser.set_defaults(**{option: str(one.value) if is_text else one.value})
     options = parser.parse_args(argv)
-    if options.standalone:  # means one machine, whatever the run file or the environment says of nnodes
+    if options.standalone:  # --standalone means one machine, whatever the run file or the environment says of nnodes
         parser.set_defaults(nnodes="1:1")
         return parser.parse_args(argv)
     if options.rdzv_endpoint or options.rdzv_backend != "static":
-        return options  # these options already say how nodes meet
+        return options  # --rdzv-endpoint or --rdzv-backend already says how nodes meet
     for option, value in _from_slurm(parser).items():
         is_asked = option in launch and launch[option].source in (SET, "--set")
         if not is_asked and f"PET_{option.upper()}" not in os.environ:
@@ -146,7 +146,7 @@ def _from_slurm(parser: argparse.ArgumentParser) -> dict[str, Any]:
         "nnodes": str(nodes),
         "node_rank": int(os.environ["SLURM_NODEID"]),
         "master_addr": re.sub(r"\[(\d+)[^]]*\]", r"\1", first.group() if first else ""),
-        "master_port": 20000 + job % 12000,  # a port below the ephemeral ones, by the number of Slurm's step
+        "master_port": 20000 + job % 12000,  # a port below the ephemeral ones, chosen by the Slurm step
     }
 
 

@@ -92,7 +92,7 @@ def flags_and_script(argv: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _is_script(path: str) -> bool:
-    return os.path.isfile(path) or os.path.isfile(os.path.join(path, "__main__.py"))  # no error for a long text
+    return os.path.isfile(path) or os.path.isfile(os.path.join(path, "__main__.py"))  # no OSError if path is too long
 
 
 def own_flags(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:

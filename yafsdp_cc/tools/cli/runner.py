@@ -141,7 +141,7 @@ def _run_program(argv: list[str]) -> None:
     else:
         first = argv[0] if os.path.isdir(argv[0]) else os.path.dirname(os.path.realpath(argv[0]))
     if not getattr(sys.flags, "safe_path", False):
-        sys.path[0] = first  # as ``python -m module``, ``python script.py`` and ``python folder`` set it
+        sys.path[0] = first  # as Python sets ``sys.path[0]`` for a module, a script or a folder
     sys.argv = argv
     try:
         _names.update(run(run_name="__main__"))
@@ -162,7 +162,7 @@ def _flush_files() -> None:
     for each in gc.get_objects():
         if issubclass(type(each), (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)):
             with suppress(Exception):  # a closed file, a full disk, a class of the script's
-                if stat.S_ISREG(os.fstat(each.fileno()).st_mode):  # a pipe could block
+                if stat.S_ISREG(os.fstat(each.fileno()).st_mode):  # the flush of a pipe could block
                     each.flush()
 
 
@@ -177,7 +177,7 @@ def drop_names() -> None:
 def _record(error: BaseException, story: str, exit_code: int) -> None:
     """Write the error file in torch's format, with a time that tells the first failure from its consequences."""
     faulthandler.unregister(signal.SIGTERM)
-    atexit.unregister(_end_process_groups)  # this could wait for collectives that others never issue
+    atexit.unregister(_end_process_groups)  # ending groups could wait for collectives that others never issue
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path is None:
         print(story, end="", file=sys.stderr)
@@ -204,7 +204,7 @@ def _dump_collectives() -> None:
     dist, prefix = sys.modules.get("torch.distributed"), os.environ.get("TORCH_FR_DUMP_TEMP_FILE")
     if dist is None or prefix is None or not dist.is_initialized() or "nccl" in str(dist.get_backend_config()):
         return
-    trace = getattr(sys.modules["torch._C._distributed_c10d"], "_dump_fr_trace", None)  # private: torch may drop it
+    trace = getattr(sys.modules["torch._C._distributed_c10d"], "_dump_fr_trace", None)  # private in torch: may be gone
     if trace is not None:
         with suppress(OSError, RuntimeError):  # the failure is then reported without this trace
             Path(f"{prefix}{os.environ.get('RANK', '0')}").write_bytes(trace())

@@ -41,7 +41,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 """Settings of the engine by row of the table, the simplest first; the row ``fsdp2`` runs torch's own engine."""
 FIRST_ROUND = 0.75
-"""Share of the time for all rounds that the first may take, as it makes more steps, to show how the loss falls."""
+"""Share of the time for all rounds that the first round may take: it makes more steps to show how the loss falls."""
 SHORT, TIMED = 2, 8
 """Most steps before the timed ones, in rounds after the first; timed steps of a run, more if the script is short."""
 PATIENCE = 30.0
@@ -295,7 +295,7 @@ class Comparison:
         self.margin = max(within, self.noise)
 
     def loss(self, row: Row) -> float:
-        """Return the mean loss of a row over the last steps that all rows have made; NaN if it has none."""
+        """Return the mean loss of a row over the last steps that all rows have made; NaN if it has no losses."""
         return mean(row.losses[0][self.first : self.last] or [nan])
 
     def above(self, row: Row) -> float:

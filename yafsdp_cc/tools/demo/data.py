@@ -54,7 +54,7 @@ def windows(data: Tensor, starts: Tensor, length: int) -> Tensor:
 def spread_windows(data: Tensor, count: int, length: int, rank: int, ranks: int) -> Tensor:
     """Return this rank's ``count`` windows; the windows of all ranks are spread evenly over ``data``."""
     last, others = len(data) - length - 1, max(1, count * ranks - 1)
-    starts = torch.arange(count * ranks, device="cpu") * last // others  # in integers: fp32 would round up
+    starts = torch.arange(count * ranks, device="cpu") * last // others  # in integers: fp32 rounds large starts up
     return windows(data, starts[rank::ranks], length)
 
 

@@ -41,7 +41,7 @@ class Lab:
             ``unshaped``.
         delay_ms: milliseconds that a frame takes one way; an answer takes twice that.
         loss: fraction of packets that are lost.
-        ranks_per_machine: number of ranks that share a namespace: one link to other ranks, none among themselves.
+        ranks_per_machine: ranks that share a namespace, with one link to all others and none among themselves.
     """
 
     def __init__(

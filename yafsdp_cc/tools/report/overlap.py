@@ -80,9 +80,9 @@ class Overlap(NamedTuple):
     """Time of the steps by part, each moment counted once: compute, optimizer, codec, exposed communication, copy,
     idle."""
     groups: dict[str, dict[str, Shared]]
-    """Communication by unit, and by kind."""
+    """Times of communication by unit, and by its kind."""
     slowed: list[Slowed]
-    """Kernels sorted by the time they lost, the largest first."""
+    """Kernels that ran both beside communication and alone; those that lost the most time come first."""
     slowdown: float | None
     """Slowdown of kernels that overlap communication: their time divided by that of the same kernels alone."""
     on_communication_lanes: dict[str, float]
