@@ -40,7 +40,7 @@ def accept_sharded_model(trainer: AnyTrainer) -> AnyTrainer:
             _run_together(model)
 
     _run_together(trainer.model)
-    # Return the unsharded class's name: the Trainer's label smoothing shifts labels only for names that it knows.
+    # Let ``_get_name`` name the unsharded class: the Trainer's label smoothing shifts labels only for names it knows.
     trainer.model.__dict__["_get_name"] = functools.partial(str, class_of(trainer.model).__name__)
     trainer.add_callback(KeepGenerate())
     save = trainer.save_model

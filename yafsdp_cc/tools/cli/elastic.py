@@ -120,7 +120,7 @@ def _torch_config(
         options.rdzv_backend, options.rdzv_endpoint, options.rdzv_id = "c10d", ALONE, str(uuid.uuid4())
     options.master_port = options.master_port or 29500
     is_file = "/" in options.rdzv_endpoint
-    if is_file:  # launchers meet in a file, not in a store, which would die with its node
+    if is_file:  # launchers meet in a file, not in a TCPStore, which would die with its node
         options.rdzv_backend, options.rdzv_conf = "c10d", f"{options.rdzv_conf},store_type=file".lstrip(",")
     try:
         config, command, arguments = torchrun.config_from_args(options)
@@ -461,10 +461,10 @@ def _report(job: _Job, failures: Mapping[int, ProcessFailure]) -> int:
 
 
 def _in_order(failures: Mapping[int, ProcessFailure]) -> list[Failure]:
-    """Return this node's failures in the order of time. (torch compares whole seconds, and drops the reasons.)"""
+    """Return this node's failures, the first cause first. (torch compares whole seconds, and drops the reasons.)"""
     written = [Path(failure.error_file) for failure in failures.values() if failure.error_file]
     wrote = []
-    for file in {file for path in written for file in path.parent.parent.glob("*/error.json")}:  # of all ranks
+    for file in {file for path in written for file in path.parent.parent.glob("*/error.json")}:  # errors of all ranks
         message = json.loads(file.read_text())["message"]
         extra = message["extraInfo"] if isinstance(message, dict) else {}
         if "time_ns" in extra:

@@ -40,7 +40,7 @@ REACHED = 0.4
 HIDDEN = 0.05
 """Largest share of a step that exposed communication may take and still count as hidden."""
 CODECS = (("fp32", None), ("int8", None), ("int8", "int8"), ("int4", "int8"), ("onebit", "int8"))
-"""Pairs of codecs, of gradients and of weights, to try for hiding communication, the most accurate pair first."""
+"""Codecs of gradients and of weights to try, pair by pair, for hiding communication: the most accurate pair first."""
 FROM_FLAGS = {
     "precision": ("precision.param", "precision.reduce"),
     "compression": ("compression.gradients",),

@@ -151,7 +151,7 @@ def _from_slurm(parser: argparse.ArgumentParser) -> dict[str, Any]:
 
 
 def _check(parser: argparse.ArgumentParser, options: argparse.Namespace, ranks_of: Callable[[str], int]) -> int:
-    """Refuse options, with one message, that every rank would fail on; return the number of ranks on this node."""
+    """Refuse, with one message, options on which every rank would fail; return the number of ranks on this node."""
     script = Path(options.training_script)
     if not (options.module or options.no_python or script.is_file() or (script / "__main__.py").is_file()):
         why = ", a folder without __main__.py" if script.is_dir() else ""

@@ -193,7 +193,7 @@ def _record(error: BaseException, story: str, exit_code: int) -> None:
         "exit_code": exit_code,
     }
     message = "".join(traceback.format_exception_only(type(error), error)).strip()
-    # write the error file at once: the launcher may end this rank meanwhile, and torch cannot read half a file
+    # write the error file atomically: the launcher may end this rank meanwhile, and torch cannot read half a file
     with open(f"{path}.part", "w") as file:
         json.dump({"message": {"message": message, "extraInfo": extra}}, file)
     os.replace(f"{path}.part", path)

@@ -106,7 +106,7 @@ class Links(NamedTuple):
         return ["nsenter", *user, f"--net={namespace}", "--"]
 
     def set_bandwidth(self, bandwidth: str, *, rank: int | None = None, receive: str | None = None) -> None:
-        """Limit the rates of links from now on. It is enough that one rank calls this; connections stay open.
+        """Limit the rates of links from now on. One rank's call is enough for all ranks; connections stay open.
 
         Args:
             rank: rank whose machine's link changes; None: all.
