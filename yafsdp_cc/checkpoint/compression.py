@@ -1,4 +1,4 @@
-"""Compression in a checkpoint: residuals and kept weights, for any number of ranks, and unchanged for the same ranks.
+"""Saves and loads compression's residuals and kept weights: unchanged for as many ranks, converted for other numbers.
 
 Kept weights are the gathered weights that deltas build on (``compression.all_gather``).
 """
@@ -45,8 +45,8 @@ _KINDS = RESIDUALS, ESTIMATES, KEPT = "residuals", "estimates", "kept_weights"
 LOCAL, STEPS, BEHIND = "_wire_residuals", "_wire_steps", "_wire_behind"
 FALLBACK, CLIP, DECAY, ROUNDED = "_wire_guard", "_wire_clip", "_wire_decay", "_wire_rounded"
 _OWN = LOCAL, STEPS, BEHIND, FALLBACK, CLIP, DECAY, ROUNDED
-"""Keys in each rank's extra file, followed by the prefix of names where a part of the model is sharded; the values of
-all but ``LOCAL`` and ``CLIP`` are equal on all ranks."""
+"""Keys of compression's state in each rank's extra file, each followed by the prefix of the names in a sharded module.
+The values of keys other than ``LOCAL`` and ``CLIP`` are equal on all ranks."""
 
 
 def check_names(extra: dict[str, Any]) -> None:
@@ -56,16 +56,16 @@ def check_names(extra: dict[str, Any]) -> None:
 
 
 def local_state(model: nn.Module, *, tuned: bool) -> dict[str, Any]:
-    """Return compression's entries of this rank's extra file; none for a model without compression.
+    """Return the entries of compression in this rank's extra file; none for a model without compression.
 
-    ``tuned`` is whether they include the residuals of sums whose codecs are chosen in training.
+    With ``tuned``, they include the residuals of gradient sums whose codecs are chosen in training.
     """
     found: dict[str, Any] = {}
     for prefix, state, schedule in _compressed(model):
         _, behind = kept_weights(state)
         residuals = local_residuals(state, tuned=tuned)
         saved = {LOCAL: residuals, STEPS: schedule.steps, **({BEHIND: behind} if behind else {})}
-        # save the decay that residuals have: a scheduler may have changed the optimizer's since the last forward
+        # save the decay that the residuals follow: a scheduler may have changed the optimizer's since the last forward
         saved[DECAY] = schedule.beta, schedule.share
         saved[ROUNDED] = {flat.name: compressed.rounded for flat, compressed in compressed_sums(state)}
         if (fallback := CodecFallback.of(state)) is not None:
@@ -77,15 +77,15 @@ def local_state(model: nn.Module, *, tuned: bool) -> dict[str, Any]:
 
 
 def sharded_state(model: nn.Module, *, means: bool = True) -> dict[str, Any]:
-    """Return compression's entries of the checkpoint's sharded state. A collective; call it before ``local_state``.
+    """Return the sharded tensors that a checkpoint has of compression. A collective; call it before ``local_state``.
 
-    With ``means``, the entries include the residuals' means over the ranks, which cost as many bytes to send as exact
-    gradients; without, a load that needs them reads the residuals of all ranks.
+    With ``means``, these include the residuals' means over the ranks, which cost as many bytes to send as exact
+    gradients; without, a load that needs the means reads the residuals of all ranks.
     """
     found: dict[str, dict[str, FlatDTensor]] = {kind: {} for kind in _KINDS}
     for prefix, state, schedule in _compressed(model):
         if (fallback := CodecFallback.of(state)) is not None:
-            fallback.judge()  # judge the measurement of errors under way, which a checkpoint does not hold
+            fallback.judge()  # a checkpoint has no measurements of codecs' errors: judge the one under way
         schedule.count_step()  # the last optimizer step, which no forward has followed, may have ended the warm-up
         saved = {KEPT: kept_weights(state)[0]}
         if means:
@@ -102,9 +102,9 @@ def empty_state(
     extras: Sequence[Callable[[], dict[str, Any]]],
     trains: bool,
 ) -> dict[str, Any]:
-    """Return tensors that torch loads the checkpoint's ``sharded_state`` into, as far as the model has a use for it.
+    """Return tensors to load into: one for each entry of the checkpoint's ``sharded_state`` that the model uses.
 
-    With ``trains``, a warning names parameters whose residuals are left out, as the model does not encode their sums.
+    With ``trains``, a warning names parameters whose residuals are left out, as the model encodes no gradients of them.
     ``extra`` and ``extras`` are as those of ``load_state``. A collective.
     """
     saved = {kind: {name for name, *_ in paths_in(contents, kind).values()} for kind in _KINDS}
@@ -127,9 +127,9 @@ def empty_state(
 
 
 def _names_of_residuals(extra: dict[str, Any], extras: Sequence[Callable[[], dict[str, Any]]]) -> set[str]:
-    """Return the parameters of which ranks had residuals in a snapshot of ``Rescue``, which has no means. A collective.
+    """Return the names of parameters with residuals in a snapshot of ``Rescue``, which has no means. A collective.
 
-    ``extra`` lacks the residuals if another number of ranks has saved: then those of the first one are looked at.
+    If another number of ranks has saved, ``extra`` lacks residuals: the first rank's extra file is read instead.
     """
     if not any(key.startswith(LOCAL) for key in extra) and any(key.startswith(STEPS) for key in extra):
         extra = extras[0]()
@@ -138,8 +138,8 @@ def _names_of_residuals(extra: dict[str, Any], extras: Sequence[Callable[[], dic
         prefix + name
         for prefix, residuals in of_parts
         for each in residuals.values()
-        if "estimate" not in each  # of EF21, with which nothing is unsent
-        for name in each.get("places", ())  # version 0.1 has no places
+        if "estimate" not in each  # EF21 has estimates in place of unsent gradients
+        for name in each.get("places", ())  # version 0.1 has saved no "places"
     }
 
 
@@ -150,13 +150,13 @@ def load_state(
     extras: Sequence[Callable[[], dict[str, Any]]],
     group: Group,
 ) -> None:
-    """Load the checkpoint's state of compression, and remove its entries from ``extra``. A collective.
+    """Load compression's state from a checkpoint, and remove its entries from ``extra``. A collective.
 
     Args:
-        model: its shards have their weights already.
+        model: a sharded model whose weights are loaded already.
         loaded: the tensors of ``empty_state``, filled from the checkpoint.
         extra: the content of this rank's extra file.
-        extras: a function for each rank that saved, which reads its extra file.
+        extras: for each rank that saved, a function that reads its extra file.
     """
     drop_residuals(model)
     own = {name: extra.pop(name) for name in list(extra) if name.startswith(_OWN)}
@@ -169,8 +169,8 @@ def load_state(
         with refused_together(*group):
             if steps is not None:
                 schedule.resume(steps)
-                state.outdated |= not schedule.phase.encodes  # assemble anew: exact sums need scratch buffers
-            rounded = own.get(ROUNDED + prefix) or {}  # the saved counters of random numbers
+                state.outdated |= not schedule.phase.encodes  # exact sums need scratch buffers: assemble anew
+            rounded = own.get(ROUNDED + prefix) or {}  # counts of random roundings, which seed the next ones
             for flat, compressed in compressed_sums(state):
                 compressed.rounded = rounded.get(flat.name, compressed.rounded)
             schedule.resume_decay(own.get(DECAY + prefix))
@@ -190,11 +190,11 @@ def load_state(
             load_estimates(state, estimates)
         if kept:
             load_kept_weights(state, kept, own.get(BEHIND + prefix) or [])
-        require_state(state.model)  # makes the loaded phase's buffers now: ``plan_of`` lists them before a forward
+        require_state(state.model)  # make buffers for the loaded state now: ``plan_of`` may list them before a forward
 
 
 def _compressed(model: nn.Module) -> Iterator[tuple[str, FSDPState, CompressionSchedule]]:
-    """Yield what has a compression among the sharded parts of a model: the prefix of names, engine and schedule."""
+    """Yield name prefix, engine and compression schedule of each sharded part of a model that has compression."""
     found: dict[FSDPState, str] = {}
     for prefix, part in sharded_parts(model):
         found.setdefault(require_state(part), plain_name(prefix))

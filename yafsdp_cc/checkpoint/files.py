@@ -36,16 +36,16 @@ import torch
 from torch import Tensor
 
 METADATA = ".metadata"
-"""File with the table of contents."""
+"""Name of the file with a checkpoint's table of contents."""
 CHECKPOINT = (METADATA, "*.distcp", "extra_*.pt")
-"""Patterns of the files of a checkpoint."""
+"""Patterns of the names of a checkpoint's files."""
 _LOCK, _PREVIOUS = "lock", "previous"
 _TRIES = 20
 _AT_ONCE = 1 << 20
-"""Bytes that a checksum reads at a time."""
+"""Number of bytes that ``check_entry`` reads at a time."""
 
 
-# The folder of a checkpoint: made, replaced and removed
+# Making, replacing and removing a checkpoint's folder
 
 
 def place(path: str | os.PathLike[str]) -> Path:
@@ -54,14 +54,14 @@ def place(path: str | os.PathLike[str]) -> Path:
 
 
 def _folders(path: Path) -> list[Path]:
-    """Return the folders of saves to ``path`` that are under way or were killed. Any other name is a user's own."""
+    """Return the folders of saves to ``path`` that are under way or were killed; other folders are a user's own."""
     ours = re.compile(re.escape(path.name) + r"\.saving-[0-9a-f]{8}")
     return [each for each in path.parent.iterdir() if ours.fullmatch(each.name)] if path.parent.is_dir() else []
 
 
 def complete(path: Path) -> Path:
     """Return the folder to read for ``path``: the previous checkpoint, if a save was killed between two renames."""
-    # another save may complete the path and delete the previous checkpoint between two looks: look again
+    # a save may complete ``path`` and delete the previous checkpoint between the two checks: repeat them
     for _ in range(3):
         if path.exists():
             break
@@ -74,7 +74,7 @@ def complete(path: Path) -> Path:
 
 
 def version(path: Path) -> tuple[int, int]:
-    """Return an id of the save at ``path``: two numbers of its table of contents, which differ after a replacement."""
+    """Return an id of the save at ``path``: inode and time of its table of contents, which each save changes."""
     with suppress(OSError), (complete(path) / METADATA).open("rb") as table:
         found = os.fstat(table.fileno())
         return found.st_ino, found.st_mtime_ns
@@ -82,7 +82,7 @@ def version(path: Path) -> tuple[int, int]:
 
 
 class Replacement:
-    """A new content of ``path``, written beside it in a folder that no other save has. One rank makes it.
+    """A new content of ``path``, written beside it in a folder that no other save has. Only one rank makes the object.
 
     Close a ``Replacement`` at the end, whether it was committed or not. ``new`` is the folder to write into. What is
     at ``path`` is deleted when the new folder takes its place: a ``ValueError`` refuses files whose names match none of
@@ -93,7 +93,7 @@ class Replacement:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path, self._replaceable = path, replaceable
         self._check_what_is_there()
-        if path.exists():  # else a killed save's folder may hold the only checkpoint
+        if path.exists():  # otherwise a killed save's folder may hold the only checkpoint
             _clear(path)
         self._folder, self._lock = _locked_folder(path)
         self.new, self._previous = self._folder / "new", self._folder / _PREVIOUS
@@ -110,7 +110,7 @@ class Replacement:
                 raise ValueError(f"{path} holds '{name}', which would be lost: choose another path, or move that away")
 
     def commit(self) -> None:
-        """Replace ``path`` by the new folder, when all ranks have written; delete the folders of killed saves."""
+        """Replace ``path`` by the new folder, after all ranks have written; delete the folders of killed saves."""
         _sync(self.new)
         with suppress(FileNotFoundError):  # another save may replace the path at this moment
             self._check_what_is_there()
@@ -121,7 +121,7 @@ class Replacement:
             except OSError as error:
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or not self._replaceable:
                     raise
-            # an earlier turn of this loop has left ``_previous`` if another save then put its own folder at the path
+            # an earlier turn of this loop has left ``_previous`` if another save then put its own folder at ``path``
             shutil.rmtree(self._previous, ignore_errors=True)
             with suppress(FileNotFoundError):
                 os.rename(self._path, self._previous)
@@ -131,10 +131,10 @@ class Replacement:
         _clear(self._path)
 
     def close(self) -> None:
-        """Delete the folder of this save, with the content that was replaced, or that was never committed."""
+        """Delete the folder of this save, and in it the replaced checkpoint, or the new one if it was not committed."""
         if self._lock.closed:
             return
-        if self._previous.exists() and not self._path.exists():  # ``commit`` was killed between its two renames
+        if self._previous.exists() and not self._path.exists():  # an exception ended ``commit`` between two renames
             os.rename(self._previous, self._path)
         shutil.rmtree(self._folder, ignore_errors=True)
         with suppress(OSError):
@@ -143,10 +143,10 @@ class Replacement:
 
 
 def _locked_folder(path: Path) -> tuple[Path, IO[bytes]]:
-    """Make the folder of one save, and lock it until the process ends, unless the file system has no locks."""
+    """Make the folder of one save, and return it with its lock file, locked unless the file system has no locks."""
     for _ in range(_TRIES):
         folder = path.with_name(f"{path.name}.saving-{secrets.token_hex(4)}")
-        # another save may delete the folder as left behind before it is locked: try again
+        # before the folder is locked, another save may take it for left behind and delete it: try again
         with suppress(FileExistsError, FileNotFoundError):
             folder.mkdir()
             file = (folder / _LOCK).open("wb")
@@ -178,7 +178,7 @@ def _clear(path: Path) -> None:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Exchange two folders in one step; return False if one is missing, or the system cannot."""
+    """Exchange two folders in one step; return False if one is missing, or the system cannot exchange folders."""
     rename: Any = getattr(ctypes.CDLL(None), "renameat2", None)  # renameat2 exists on Linux alone
     here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
     return rename is not None and rename(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0
@@ -205,7 +205,7 @@ def check_space(folder: Path, needed: int) -> None:
 
 @contextmanager
 def writing(folder: Path, needed: int) -> Iterator[None]:
-    """Say how many bytes were free and needed in the ``OSError`` of a full disk."""
+    """Raise the ``OSError`` of a full disk with a message that says how many bytes were needed, and how many free."""
     free = shutil.disk_usage(folder).free
     try:
         yield
@@ -251,7 +251,7 @@ _SEAL = b"yafsdp_cc crc32 %08x"
 
 
 def sealed(content: bytes) -> bytes:
-    """Return a table of contents with its checksum."""
+    """Return the bytes of a table of contents with their checksum appended."""
     return content + _SEAL % zlib.crc32(content)
 
 
@@ -272,7 +272,7 @@ def unsealed(content: bytes) -> bytes:
 
 
 def pack_extra(extra: dict[str, Any]) -> bytes:
-    """Serialize ``extra`` now; return the bytes of the file."""
+    """Return the bytes of an extra file that holds ``extra`` as it is now."""
     buffer = io.BytesIO()
     torch.save(extra, buffer)
     return buffer.getvalue()
@@ -291,18 +291,18 @@ def extra_name(rank: int, world: int) -> str:
 
 
 Present: TypeAlias = "Callable[[Collection[str]], AbstractContextManager[object]]"
-"""Returns a context in which files of these names are in a folder; entering and leaving it may be collectives."""
+"""Function of file names; in the context that it returns, a folder has these files. Entering it may be a collective."""
 Beside: TypeAlias = "Callable[[], AbstractContextManager[object]]"
-"""Returns a context in which a rank reads or writes for as long as a disk takes, as ``ranks.Ticks.beside`` does."""
+"""Function that returns a context in which a rank may read or write for long, such as ``ranks.Ticks.beside``."""
 
 
 def extra_readers(
     folder: Path, sums: Sequence[int] | None = None, present: Present = nullcontext
 ) -> list[Callable[[], dict[str, Any]]]:
-    """Return, for each rank that saved, a function that reads its extra data; none without files of ``save``.
+    """Return, for each rank that saved, a function that reads its extra file; an empty list if there are no such files.
 
-    Each file is read in the context that ``present`` returns for its name. ``sums`` are the CRC-32 of the files; None:
-    not stored.
+    Each file is read in the context that ``present`` returns for its name. ``sums`` are the CRC-32 of the files; None
+    if the checkpoint has none.
     """
     found = [re.fullmatch(r"extra_\d+_of_(\d+)", file.stem) for file in folder.glob("extra_*_of_*.pt")]
     crcs: Sequence[int | None] = sums or [None] * max((int(each[1]) for each in found if each), default=0)
@@ -319,7 +319,7 @@ def read_extra(ranks: Sequence[Callable[[], dict[str, Any]]], rank: int, world: 
         return ranks[rank]() if ranks else {}
     alike = ranks[0]()
     named = set(alike)
-    for read in ranks[1:]:  # one at a time: each has residuals as large as the model
+    for read in ranks[1:]:  # read one extra file at a time: each may have residuals as large as the model
         other = read()
         named |= other.keys()
         alike = {name: value for name, value in alike.items() if name in other and same(other[name], value)}
@@ -380,7 +380,7 @@ def check_entry(content: bytes, crc: int | None) -> None:
     """Verify an entry that ``torch.save`` has written: by ``crc``, or by the archive's own checksums, which torch
     ignores.
 
-    Checksums of 0 are skipped: torch was told not to compute them. An entry that is no archive is left to its reader.
+    Checksums of 0 are skipped: torch was told not to compute them. Without ``crc``, only zip archives are verified.
     """
     if crc is not None:
         check_crc(content, crc)

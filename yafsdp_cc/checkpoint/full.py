@@ -67,9 +67,9 @@ from yafsdp_cc.replicas.sync import synchronize_replicas
 
 _INDEX = "model.safetensors.index.json"
 _PACKED = ".packed"
-"""Suffix of extra states' names in files; earlier versions wrote tensor extra states under their own names."""
+"""Suffix of extra states' names in safetensors; earlier versions wrote tensor extra states under their own names."""
 _FILE_BYTES = 5 * 10**9
-"""Bytes of a file at most, unless one tensor is larger; one rank holds this much."""
+"""Largest size of a safetensors file in bytes, unless one tensor is larger; the writing rank holds a file in memory."""
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Any]:
@@ -138,7 +138,7 @@ def save_safetensors(path: str | os.PathLike[str], model: nn.Module, *, dtype: t
                     saved_as = _write_files(replacement.new, tensors, dtype)
                     _write_configs(replacement.new, model, saved_as)
                     replacement.commit()
-            finally:  # all ranks gather ``tensors`` together: a rank that failed gathers the rest, too
+            finally:  # gathering ``tensors`` is a collective: a rank that failed gathers the rest, too
                 for _ in tensors:
                     pass
 
@@ -198,7 +198,7 @@ def load_safetensors(path: str | os.PathLike[str], model: nn.Module) -> None:
                 _fill(state[name], each)
         for name in metadata_names(model, state):
             del state[name]
-        load_model_state(model, state)  # buffers and extra states: parameters are filled already
+        load_model_state(model, state)  # loads buffers and extra states: parameters are filled already
 
 
 def convert(
@@ -240,10 +240,10 @@ def _state_at_rest(model: nn.Module) -> dict[str, Any]:
 
 
 def _whole_tensors(model: nn.Module, own: Mapping[str, Any]) -> Iterator[tuple[list[str], Tensor]]:
-    """Yield all names and the whole value of each tensor of a model's ``own`` state, on the first rank; elsewhere none.
+    """Yield the names and whole value of each tensor in a model's ``own`` state on the first rank, nothing elsewhere.
 
-    The order is: parameters unit by unit, replicated ones, and then ignored parameters, buffers, and entries made by
-    hooks. The next value overwrites the last one. A collective: iterate to the end, on all ranks.
+    The order is: parameters unit by unit, replicated parameters, and then ignored parameters, buffers, and entries made
+    by hooks. Each value may overwrite the one before. A collective: iterate to the end, on all ranks.
     """
     state = require_state(model)
     names: defaultdict[Tensor, list[str]] = defaultdict(list)
@@ -271,7 +271,7 @@ def _whole(value: Tensor) -> Tensor:
 
 
 def _others(own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return extra states, with their tensors whole and in host memory. A collective."""
+    """Return the extra states and non-tensors in ``own``, with tensors whole and in host memory. A collective."""
     others = {name: value for name, value in own.items() if is_extra_state(name) or not isinstance(value, Tensor)}
     return dict(tree_map(host_copy, tree_map_only(Tensor, _whole, others)))
 
@@ -375,7 +375,7 @@ def _files_of(path: Path) -> list[Path]:
 
 
 class _Stored(NamedTuple):
-    """A tensor in an open file, and its name in the file."""
+    """A stored tensor: the open safetensors file that has it, and its name there."""
 
     file: Any
     name: str

@@ -107,7 +107,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizers =
 def load_from(
     reader: CheckpointReader, model: nn.Module, optimizers: Sequence[Optimizer], ranks: Ranks
 ) -> dict[str, Any]:
-    """Load the checkpoint of ``reader``; after an error, callers check if it was replaced. A collective."""
+    """Load the checkpoint of ``reader``; after an error, callers check if a save has replaced it. A collective."""
     group, folder = ranks.front, Path(reader.path)
 
     @contextmanager
@@ -137,7 +137,7 @@ def load_from(
             named = _named_as_saved(model, own, [path[1] for path in paths if path[0] == "state" and path[1:]])
             _check_optimizer(reader.contents, named, folder)
             state[OPTIMIZER] = empty_optimizer_state(named, reader.contents)
-    # A context of its own: ranks read each file together, and one that the checks above refuse would not come.
+    # Not in the block above: ranks read extra files together, and a rank that failed a check above would be missing.
     with together(group):
         extra = files.read_extra(of_ranks, *place_in(group), folder)
         state |= compression.empty_state(model, reader.contents, extra, of_ranks, bool(optimizers))
@@ -165,7 +165,7 @@ def load_from(
         with together(group):
             restore_optimizers(named, optimizers, state[OPTIMIZER], dtypes)
     try:
-        read_into(weights, reader, ranks.back)  # weights alone are read in place: an error leaves some old ones
+        read_into(weights, reader, ranks.back)  # weights are read in place: an error leaves some of the old weights
     except Exception as error:
         raise _ReplacedError(
             f"{folder} was whole and changed while it was read ({error}): the model holds some of each, load again"
@@ -179,7 +179,7 @@ def load_from(
 
 
 def _named_as_saved(model: nn.Module, own: Mapping[str, Any], stored: Collection[Any]) -> nn.Module:
-    """Return ``model``, inside of a module that adds ``module.`` to its names if only so they are the ``stored`` ones.
+    """Return ``model``, in a module that puts ``module.`` before its names if ``stored`` names, unlike them, have it.
 
     Earlier versions have saved an optimizer, but not its model, under the names of the DDP around the model.
     """
@@ -225,8 +225,8 @@ def model_part(contents: Metadata, folder: Path) -> dict[str, Any]:
 
 
 def state_to_fill(model: nn.Module, what: str) -> dict[str, Any]:
-    """Return a model's state, which ``what`` fills; refuse tensors on the meta device, where a copy to one is dropped
-    without a word."""
+    """Return the state of a model that the call ``what`` fills; refuse tensors on the meta device, where copies are
+    dropped without a word."""
     check_shows_shards(model, what)
     state = model_state(model)
     if name := next((name for name, each in state.items() if isinstance(each, Tensor) and each.is_meta), None):
@@ -260,14 +260,14 @@ def check_shapes(saved: Mapping[str, list[int] | None], state: Mapping[str, Any]
 
 
 def aliases(state: Mapping[str, Any]) -> dict[str, str]:
-    """Return further names of tied parameters in a model's ``state``, each with the first name."""
+    """Return, for each name of a tied parameter in a model's ``state`` but its first one, that first name."""
     first: dict[Tensor, str] = {}
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     return {name: first[value] for name, value in tensors.items() if first.setdefault(value, name) != name}
 
 
 def check_tied(values: Mapping[str, Tensor], names: Mapping[str, str], folder: Path) -> None:
-    """Compare this rank's parts of the entries of tied names: if they differ, one of them would be lost."""
+    """Raise a ``ValueError`` if stored values of tied names differ on this rank: one of the values would be lost."""
     for name, first in names.items():
         if not files.same(local_of(values[first]), local_of(values[name])):
             raise ValueError(
@@ -279,7 +279,7 @@ def check_tied(values: Mapping[str, Tensor], names: Mapping[str, str], folder: P
 def metadata_names(model: nn.Module, state: Mapping[str, Any]) -> list[str]:
     """Return the entries of ``state`` that are metadata of quantised parameters, as bitsandbytes adds to its weights.
 
-    An entry's name begins with that of its parameter. No module loads metadata, as the quantisation fixes it.
+    An entry's name begins with that of its parameter. Modules load no such metadata: it follows from the quantisation.
     """
     held = {plain_name(name) for name, _ in model.named_parameters(remove_duplicate=False)}
     above = {name: accumulate(name.split("."), lambda one, other: f"{one}.{other}") for name in state}
@@ -355,7 +355,7 @@ def _repeats(size: torch.Size, shape: torch.Size) -> bool:
 def _check_groups(
     saved: Sequence[Mapping[str, Any]], model: nn.Module, optimizers: Sequence[Optimizer], folder: Path
 ) -> None:
-    """Raise if the ``saved`` groups are of other optimizers, or divide the parameters differently."""
+    """Raise a ``ValueError`` if ``saved`` parameter groups are of other optimizers or divide parameters differently."""
     then = {name: index for index, group in enumerate(saved) for name in group["params"]}
     groups = [(type(each).__name__, group) for each in optimizers for group in each.param_groups]
     names = (name for each in names_in_order(model, optimizers) for name in each)
@@ -380,10 +380,10 @@ def _check_groups(
     for index, (kind, group) in enumerate(groups):
         if index not in places:  # the group has no parameters on this rank
             continue
-        # the number of steps is no setting, and not all optimizers have it
+        # a group's "steps", a number of steps, is no setting, and not all optimizers have it
         old, new = (set(each) - {"params", "steps"} for each in (saved[places[index]], group))
         gone, fresh = (_listed(sorted(some), ", ") for some in (old - new, new - old))
-        if gone and fresh:  # versions of torch add settings, so one of the two may have more
+        if gone and fresh:  # new versions of torch add settings, so either side may have more
             raise ValueError(
                 f"{folder} holds the state of another optimizer than {kind}: it has {gone}, and lacks {fresh}. Make "
                 "the optimizer that was saved, or load(path, model) without one"

@@ -62,17 +62,17 @@ class WeightPatch(NamedTuple):
 
 
 class _Sent:
-    """The weights that receivers have now."""
+    """The weights that the receivers of a model's patches have now."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
         self.patches = 0
         self.weights: dict[str, Tensor] = {}
-        """This rank's range of each parameter, by name, cast to ``dtype`` and viewed as integers. (A key that refers to
-        the ``ParamGroupSpec`` of ``_sent`` would keep the model alive.)"""
+        """This rank's range of each parameter, by name, cast to ``dtype`` and viewed as integers. (A reference to the
+        ``ParamGroupSpec``, the key in ``_sent``, would keep the model alive.)"""
 
     def change(self, name: str, local: Tensor) -> Tensor | None:
-        """Store the present weights; return where they differ from those of the last call, None in the first."""
+        """Store a parameter's present weights; return where they differ from the last call's (first call: None)."""
         before = self.weights.get(name)
         now = local.detach().reshape(-1).to(self.dtype, copy=True).view(_BITS[self.dtype.itemsize])
         self.weights[name] = now
@@ -80,7 +80,7 @@ class _Sent:
 
 
 _sent: WeakKeyDictionary[ParamGroupSpec, _Sent] = WeakKeyDictionary()
-"""Weights sent since ``shard``, by the spec of the root, which ends with the sharding and outlives changed settings."""
+"""Weights sent since ``shard``, by the root unit's spec, which ends with the sharding and outlives changed settings."""
 
 
 @torch.no_grad()
@@ -173,6 +173,6 @@ def _in_whole(spec: ShardSpec, places: Tensor) -> Tensor:
 
 
 def _gaps(places: Tensor) -> Tensor:
-    """Return the number of elements between one place and the next; places are in ascending order."""
+    """Return the number of elements between each of the ascending ``places`` and the one before, or the beginning."""
     gaps = torch.diff(places, prepend=places.new_full((1,), -1)) - 1
     return gaps.to(torch.uint16 if int(gaps.max()) < 2**16 else torch.uint32)

@@ -29,9 +29,9 @@ from yafsdp_cc.ranks.groups import group_once, new_group, timeout_of
 from yafsdp_cc.replicas.sync import local_of, sync_of
 
 Group: TypeAlias = "tuple[dist.ProcessGroup, ...]"
-"""A gloo group, as ``ranks.mesh`` takes it; () for a single process."""
+"""A gloo group in a tuple, as ``ranks.checks`` takes it; () for a single process."""
 _COMPARED = 16
-"""Number of elements of a parameter, at most, that ranks compare: the first ones tell two parameters apart."""
+"""Largest number of a parameter's elements that ranks compare: its first elements tell two parameters apart."""
 
 
 class Ranks(NamedTuple):
@@ -44,9 +44,9 @@ class Ranks(NamedTuple):
 
 
 def ranks_of(model: nn.Module, *, beside: bool = False) -> Ranks:
-    """Return the ranks of a sharded model, or all ranks. The first call is a collective: it makes groups.
+    """Return groups of a sharded model's ranks, or of all ranks. The first call is a collective: it makes the groups.
 
-    Groups wait as long as the world's group does. With ``beside`` the back group is another one than that of saves.
+    They have the world group's timeout. With ``beside`` the back group is another one than that of saves.
     """
     if not dist.is_initialized():
         return Ranks((), ())
@@ -91,9 +91,9 @@ def check_is_one_model(call: str, model: nn.Module) -> None:
 def check_is_one_value(call: str, model: nn.Module, group: Group) -> None:
     """Raise a ``ValueError`` on every rank if some have other values under one name, as a pipeline's stages may.
 
-    Compared are the first ``_COMPARED`` elements of what each rank has of a model that is plain or has sharded parts,
-    but for rounding, which replicas on different processors may have. A sharded model's names are those of its ranks
-    alone, and ignored parameters may differ. A collective of ``group``.
+    The first ``_COMPARED`` elements of each rank's part of a parameter are compared, but for rounding, which may differ
+    between processors. Ignored parameters beside sharded ones may differ. A model that is sharded as a whole is not
+    compared: only its own ranks save it. A collective of ``group``.
     """
     if not group or isinstance(model, ShardedModule) or sync_of(model) is not None:
         return
@@ -125,10 +125,10 @@ def _is_alive(group: Group) -> bool:
 
 @contextmanager
 def apart(path: Path, group: Group) -> Iterator[None]:
-    """Let other ranks of this run know whose checkpoint is at ``path`` behind this block. For a group's first rank.
+    """Tell all ranks of this run which ranks' checkpoint is at ``path`` after this block. For a group's first rank.
 
-    Raise a ``ValueError`` if ranks of this run, none of them in ``group``, have saved what is there now: stages of a
-    pipeline would replace each other's checkpoint.
+    Raise a ``ValueError`` if ranks of this run, none of them in ``group``, have saved what is at ``path`` now: stages
+    of a pipeline would replace each other's checkpoint.
     """
     key = f"yafsdp_cc/saved/{path}"
     if _is_alive(group):
@@ -145,7 +145,7 @@ def apart(path: Path, group: Group) -> Iterator[None]:
 
 
 def part_of(parameter: Tensor) -> tuple[int, ...] | None:
-    """Return an id of this rank's part of a parameter, equal where values must be; None if this rank has no part."""
+    """Return an id of this rank's part of a parameter: equal on ranks that hold the same part; None without a part."""
     if not isinstance(parameter, DTensor):
         return ()
     if (where := parameter.device_mesh.get_coordinate()) is None:
@@ -154,7 +154,7 @@ def part_of(parameter: Tensor) -> tuple[int, ...] | None:
 
 
 def meet(call: str, model: nn.Module, settings: dict[str, object], *, beside: bool = False) -> Ranks:
-    """Return the ranks that ``call`` together (``ranks_of``), after comparing their arguments. A collective.
+    """Return the groups of the ranks that make a ``call`` together, after comparing its ``settings``. A collective.
 
     Raises:
         ValueError: on every rank, naming the first argument that differs.
@@ -174,15 +174,15 @@ def meet(call: str, model: nn.Module, settings: dict[str, object], *, beside: bo
 
 
 TICK = 2.0
-"""Seconds between the points at which ranks meet while they write or move files, or read tensors of them. No wait is as
-long as a disk or a link then, so that a process group's time-out tells of ranks that hang, however slow those are."""
+"""Seconds between small collectives of ranks that write, move or read files. With them no collective waits as long as a
+slow disk or link takes, so that the process group's timeout is reached only by ranks that hang."""
 
 
 class Ticks:
-    """Lets the ranks of ``group`` meet every ``TICK`` while each of them works on files in ``beside``.
+    """Lets the ranks of ``group`` meet in a collective every ``TICK`` seconds while they work on files in ``beside``.
 
-    The thread that meets is made with the object: a program that has come to its end, and waits for a save, can make
-    no thread. A rank without a thread, as in an ``atexit`` handler, does its work first, and meets the others then.
+    The constructor starts the thread that meets: a program that has come to its end, and waits for a save, can start
+    none. A rank without this thread, as in an ``atexit`` handler, does its work first, and then meets the others.
     Close a ``Ticks`` at the end.
     """
 
@@ -191,7 +191,7 @@ class Ticks:
         self._works = SimpleQueue[tuple[Event, Future[None]] | None]()
         self._thread = Thread(target=self._run, name="yafsdp_cc.ticks", daemon=True)
         if place_in(group)[1] > 1:
-            with suppress(RuntimeError):  # the interpreter is ending
+            with suppress(RuntimeError):  # an interpreter that is ending starts no threads
                 self._thread.start()
 
     def _run(self) -> None:
@@ -208,7 +208,7 @@ class Ticks:
 
     @contextmanager
     def beside(self) -> Iterator[None]:
-        """Meet the other ranks beside this block, until all have left theirs. A collective, in which others must wait.
+        """Meet the other ranks while this block runs, until all have left theirs. A collective that occupies ``group``.
 
         Raises:
             RuntimeError: a rank has ended or hangs.
@@ -232,7 +232,7 @@ class Ticks:
 
 
 def place_in(group: Group) -> tuple[int, int]:
-    """Return this rank's number, and the number of ranks."""
+    """Return this rank's number in ``group``, and the number of the group's ranks."""
     return (group[0].rank(), group[0].size()) if group else (0, 1)
 
 
@@ -270,7 +270,7 @@ def together(group: Group) -> Iterator[None]:
 
 @contextmanager
 def by_torch(doing: str, group: Group) -> Iterator[dict[str, Any]]:
-    """Yield the arguments of torch's checkpoint functions for ``group``.
+    """Yield the keyword arguments by which torch's checkpoint functions use ``group``.
 
     A rank's failure is raised on all ranks, without torch's wrapping, as by ``together``. A rank that has ended or
     hangs, and a ``group`` that was destroyed meanwhile, are a ``RuntimeError``.

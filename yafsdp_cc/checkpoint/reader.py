@@ -65,8 +65,8 @@ _ALLOWED: dict[tuple[str, str], Any] = {
     )
 } | {
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
-    # The folder that the checkpoint was written to, of any system and Python version: unpickled as a path that nobody
-    # opens.
+    # A table has the path of the folder that it was written to, of any system and Python version: nobody opens the
+    # unpickled path.
     **{
         (module, name): PurePosixPath
         for module in ("pathlib", "pathlib._local")
@@ -78,7 +78,7 @@ _ALLOWED: dict[tuple[str, str], Any] = {
 class CheckpointReader(FileSystemReader):
     """torch's reader of a folder, which trusts none of its files.
 
-    The files of tensors, up to a limit, are opened at once: another save may replace the folder meanwhile.
+    Without ``present``, files of tensors are opened now, up to a limit: another save may replace the folder meanwhile.
 
     Args:
         path: folder of the checkpoint.
@@ -180,7 +180,7 @@ class CheckpointReader(FileSystemReader):
 
 
 class SafePlanner(DefaultLoadPlanner):
-    """torch's planner, with everything that is not a tensor loaded with ``weights_only``."""
+    """torch's planner of loads, with everything that is not a tensor loaded with ``weights_only``."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         name = read_item.dest_index.fqn
@@ -199,7 +199,7 @@ class UntrustedError(pickle.UnpicklingError):
 
 
 _UNUSED = {code[0] for code in (pickle.INST, pickle.OBJ, pickle.NEWOBJ_EX, pickle.ADDITEMS, pickle.FROZENSET)}
-"""Pickle's opcodes that call classes in other ways, or fill sets: no checkpoint has them."""
+"""Pickle's opcodes that no checkpoint has: other ways to call classes than those that are checked, and sets."""
 _READ: dict[int, Any] = {**pickle._Unpickler.dispatch}
 """Methods of Python's own unpickler, by the opcode that each of them reads."""
 _BUILT = tuple(kind for kind in _ALLOWED.values() if is_dataclass(kind))
@@ -207,7 +207,7 @@ _SMALL = (str, int, float, bool, type(None), torch.Size, torch.dtype, type)
 
 
 def _is_small(value: object) -> bool:
-    """Return whether a value is quick to hash, compare and print: nested tuples that share parts may fill memory."""
+    """Return whether a pickled value is quick to hash, compare and print; nested tuples that share parts are not."""
     if isinstance(value, metadata.MetadataIndex):
         return all(isinstance(each, _SMALL) for each in vars(value).values())
     if type(value) is tuple:
@@ -237,13 +237,13 @@ class _Unpickler(pickle._Unpickler):
         return found
 
     def _member(self, kind: object, name: str) -> Any:
-        """Replace ``getattr``, by which early patches of Python 3.11 pickle members of enumerations."""
+        """Replace ``getattr``, by which early releases of Python 3.11 pickle members of enumerations."""
         if kind is not metadata._MEM_FORMAT_ENCODING or name not in metadata._MEM_FORMAT_ENCODING.__members__:
             raise self._error(f"names builtins.getattr of {kind!r} and {name!r}", "needs")
         return metadata._MEM_FORMAT_ENCODING[name]
 
     def _error(self, what: str, why: str) -> UntrustedError:
-        """Return the error that the file ``what`` ("names os.system"), which no checkpoint ``why`` ("needs")."""
+        """Return the error that says: the file ``what`` ("names os.system"), which no checkpoint ``why`` ("needs")."""
         return UntrustedError(
             f"{self._path} {what}, which no checkpoint {why}: it was not loaded, and nothing of it was run. Ask "
             "where this checkpoint comes from"
@@ -289,7 +289,7 @@ def _unpickle(content: bytes, path: Path) -> Metadata:
 
 
 def _check_contents(contents: Metadata) -> dict[str, int]:
-    """Return how many bytes each file must have at least, by name; raise any ``Exception`` for an inconsistent table.
+    """Check a table of contents, by name return each file's least size in bytes. Errors may be any ``Exception``.
 
     torch writes no checksum, and anybody can make a table.
     """
@@ -358,7 +358,7 @@ def _kinds(contents: Metadata) -> Iterator[tuple[object, tuple[type, ...]]]:
 
 
 _CUT = 8
-"""Most dimensions in which a tensor may be cut: ``_tile`` holds 2 to this power corners of each chunk."""
+"""Largest number of dimensions in which a stored tensor may be cut: ``_tile`` holds 2**_CUT corners of each chunk."""
 
 
 def _tile(stored: TensorStorageMetadata) -> bool:
@@ -382,7 +382,7 @@ def _tile(stored: TensorStorageMetadata) -> bool:
 
 
 def _check_files(folder: Path, ends: Mapping[str, int]) -> None:
-    """Check that the files exist, each with at least its number of bytes."""
+    """Raise a ``ValueError`` if a checkpoint's file is missing, or has fewer bytes than the table of contents says."""
     for name, end in ends.items():
         file = folder / name
         size = file.stat().st_size if file.is_file() else None

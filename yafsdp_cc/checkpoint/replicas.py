@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
 
 REPLICAS = "replicas"
-"""Key of a ``ReplicaSync``'s state in checkpoints; those of earlier versions need the key unchanged."""
+"""Key of a ``ReplicaSync``'s state in checkpoints; checkpoints of earlier versions need the key unchanged."""
 
 
 @torch.no_grad()
@@ -34,7 +34,7 @@ def sharded_state(model: nn.Module) -> dict[str, Any]:
 
 
 def empty_state(model: nn.Module, contents: Metadata) -> dict[str, Any]:
-    """Return tensors that torch loads the checkpoint's ``sharded_state`` into, of kinds saved for all parameters."""
+    """Return tensors to load a ``ReplicaSync``'s state into, for each kind that was saved for all parameters."""
     sync = sync_of(model)
     if sync is None:
         return {}
@@ -50,7 +50,7 @@ def empty_state(model: nn.Module, contents: Metadata) -> dict[str, Any]:
 
 @torch.no_grad()
 def load_state(model: nn.Module, loaded: dict[str, Any]) -> None:
-    """Resume the ``ReplicaSync`` from weights that were just loaded; ``loaded`` is ``empty_state``, filled."""
+    """Resume the model's ``ReplicaSync`` after the weights were loaded; ``loaded`` is the filled ``empty_state``."""
     if (sync := sync_of(model)) is not None:
         saved = loaded.get(REPLICAS, {})
         sync.resume({kind: [local_of(each) for each in tensors.values()] for kind, tensors in saved.items()})

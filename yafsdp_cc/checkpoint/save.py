@@ -55,7 +55,7 @@ def _background() -> ThreadPoolExecutor:
 
 
 _under_way: set[Future[None]] = set()
-"""Asynchronous saves of this rank that are not over."""
+"""Asynchronous saves of this rank that are still being written."""
 
 for _forget in (_background.cache_clear, _under_way.clear):
     os.register_at_fork(after_in_child=_forget)  # threads do not survive a fork
@@ -105,7 +105,7 @@ def save(
     ranks = meet("save()", model, settings)
     check_is_one_value("save()", model, ranks.front)
     synchronize_replicas(model)
-    # these collectives come before anything that can fail on one rank alone
+    # issue the collectives of compression and replicas before anything that can fail on one rank alone
     compressed = {**compression.sharded_state(model), **replicas.sharded_state(model)}
     state, content = collect(model, optimizers, extra, compressed, ranks.front)
     if asynchronous:
@@ -124,7 +124,7 @@ def save(
 def collect(
     model: nn.Module, optimizers: Sequence[Optimizer], extra: dict[str, Any], compressed: dict[str, Any], group: Group
 ) -> tuple[dict[str, Any], bytes]:
-    """Return the sharded state, with the live tensors, and the content of this rank's extra file. A collective.
+    """Return a checkpoint's sharded state, of the live tensors, and the bytes of this rank's extra file. A collective.
 
     ``compressed`` are the entries of compression and replicas for the sharded state.
     """
@@ -135,12 +135,12 @@ def collect(
         own = compression.local_state(model, tuned=compression.RESIDUALS not in compressed)
         content = files.pack_extra({**extra, **own})
     _check_alike(state, group)
-    # a sum over ranks that nobody has read yet is computed here: an asynchronous save would issue it amid training's
+    # compute lazy sums over ranks now: an asynchronous save would issue their collectives amid those of training
     return tree_map_only(LazyReduction, LazyReduction.value, state), content
 
 
 def wait_for_saves() -> None:
-    """Return when no save of this rank is under way."""
+    """Wait until no asynchronous save of this rank is under way."""
     wait(_under_way.copy())
 
 
@@ -167,7 +167,7 @@ def _write(path: Path, state: dict[str, Any], content: bytes, ticks: Ticks) -> N
 
 
 def _check_alike(state: dict[str, Any], group: Group) -> None:
-    """Refuse state that only some ranks have, or that is another on each of them: nobody could load it."""
+    """Raise a ``ValueError`` for a name that only some ranks have, and for a plain tensor that is each rank's part."""
     names, parts = sorted(flatten_state_dict(state)[0]), _plain_parts(state)
     sums, parts_by_rank = zip(*all_gather_objects((zlib.crc32("\n".join(names).encode()), parts), group), strict=True)
     if len(set(sums)) > 1:
@@ -188,8 +188,8 @@ def _check_alike(state: dict[str, Any], group: Group) -> None:
 
 
 def _plain_parts(state: dict[str, Any]) -> dict[str, bool]:
-    """Return which plain tensors of sharded parameters' optimizer state have the shape of this rank's part, and whether
-    that is another one than the whole parameter's."""
+    """Return the plain tensors in optimizer state that have the shape of this rank's part of a sharded parameter, each
+    with whether that shape differs from the whole parameter's."""
     return {
         f"'{kind}' of '{name}' {list(weight.shape)}": each.shape != weight.shape
         for name, values in state.get(OPTIMIZER, {}).get("state", {}).items()

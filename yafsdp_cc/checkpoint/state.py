@@ -39,14 +39,14 @@ MODEL, OPTIMIZER = "model", "optimizer"
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, io.BytesIO)
 _WHOLE = "yafsdp_cc.whole"
-"""Prefix in files of an extra state that is stored as one object; earlier versions' checkpoints need it unchanged."""
+"""Mark in files of an extra state that is stored as one object; earlier versions' checkpoints need it unchanged."""
 
 
 def host_copy(value: Any) -> Any:
-    """Return a copy in host memory of a leaf of the state that training may change; any other leaf unchanged."""
+    """Return a copy in host memory of a state's value if training may change it in place; other values unchanged."""
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
-    if isinstance(value, Counter):  # a leaf to torch, which takes dicts and lists apart
+    if isinstance(value, Counter):  # torch's ``tree_map`` takes dicts and lists apart, but no ``Counter``
         return Counter(tree_map(host_copy, dict(value)))
     return copy.copy(value) if isinstance(value, io.BytesIO) else value
 
@@ -58,7 +58,7 @@ def as_sequence(optimizers: Optimizers) -> Sequence[Optimizer]:
 
 
 def paths_in(contents: Metadata, part: str) -> dict[str, tuple[Any, ...]]:
-    """Return the path below ``part`` of each of its entries in a checkpoint, by the entry's key."""
+    """Return the paths of a checkpoint's entries below ``part``, such as ``MODEL``, by the entries' keys."""
     paths = (contents.planner_data or {}).items()
     return {key: path[1:] for key, path in paths if path[0] == part and len(path) > 1}
 
@@ -83,7 +83,7 @@ def state_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any
         values: dict[str, Any] = {}
         groups: list[dict[str, Any]] = []
         for optimizer, names in zip(optimizers, names_in_order(model, optimizers), strict=True):
-            packed = optimizer.state_dict()  # the optimizer's own state dict, with numbers in place of names
+            packed = optimizer.state_dict()  # a state dict of an optimizer has numbers in place of names
             values |= {names[number]: dict(each) for number, each in packed["state"].items()}
             for group in packed["param_groups"]:
                 groups.append({**group, "params": [names[each] for each in group["params"]]})
@@ -120,11 +120,11 @@ def model_state(model: nn.Module) -> dict[str, Any]:
 
 
 def load_model_state(model: nn.Module, values: Mapping[str, Any]) -> None:
-    """Let ``model.load_state_dict`` take ``values``, under names without wrappers: hooks and extra states, too.
+    """Load ``values``, under names without wrappers, by ``model.load_state_dict``, with its hooks and extra states.
 
     A module whose extra state is not among the ``values`` is not changed.
     """
-    state = model.state_dict(keep_vars=True)  # its ``_metadata`` has the versions of modules, for loading
+    state = model.state_dict(keep_vars=True)  # ``state._metadata`` has the versions of modules, for loading
     gone = [name for name in state if plain_name(name) not in values]
     for name in gone:
         del state[name]
@@ -160,7 +160,7 @@ def unpacked(value: Any) -> Any:
 def _empty(
     contents: Metadata, paths: Mapping[str, tuple[Any, ...]], parameters: Mapping[str, Tensor] | None = None
 ) -> dict[str, Any]:
-    """Return tensors nested by ``paths``, in host memory or sharded like their ``parameters``; None for non-tensors."""
+    """Return placeholders nested by ``paths``: tensors on the CPU or sharded like ``parameters``, None for the rest."""
     empty: dict[str, Any] = {}
     for key, path in paths.items():
         stored, value = contents.state_dict_metadata[key], None
@@ -177,7 +177,7 @@ def _empty(
 
 
 def empty_optimizer_state(model: nn.Module, contents: Metadata) -> dict[str, Any]:
-    """Return placeholders for a checkpoint's optimizer part: tensors sharded like their parameters, None for others.
+    """Return placeholders for a checkpoint's optimizer state: tensors sharded like parameters, None for non-tensors.
 
     ``contents`` must have an optimizer part, and state for parameters of the model only.
     """
@@ -190,12 +190,12 @@ def restore_optimizers(
 ) -> None:
     """Give each optimizer its parameters' part of ``saved``, the state that was read into ``empty_optimizer_state``.
 
-    torch's ``load_state_dict`` casts state to its parameter's dtype. State that had another dtype than its parameter,
-    whose dtype in the checkpoint ``dtypes`` has by name, keeps its own, except in optimizers of this package, which
-    choose dtypes themselves, and in those with a step of torch's, which can use none but the parameter's and its
-    ``grad_dtype`` (any, if that is None), except for numbers.
+    torch's ``load_state_dict`` casts state to its parameter's dtype. State whose saved dtype was not its parameter's
+    (saved ones are in ``dtypes``, by name) gets its saved dtype again, except in optimizers of this package, which
+    choose dtypes themselves. An optimizer with a ``step`` of torch's can use, but for scalars, only the dtype of the
+    parameter and its ``grad_dtype`` (any, if that is None).
     """
-    groups = defaultdict[tuple[str, ...], list[dict[str, Any]]](list)  # several may have no parameters
+    groups = defaultdict[tuple[str, ...], list[dict[str, Any]]](list)  # several groups may have no parameters
     for group in saved["param_groups"]:
         groups[tuple(sorted(group["params"]))].append(group)
     for optimizer, names in zip(optimizers, names_in_order(model, optimizers), strict=True):
@@ -216,14 +216,14 @@ def restore_optimizers(
         for number, values in state.items():
             held, grad_dtype = optimizer.state[parameters[number]], parameters[number].grad_dtype if is_torchs else None
             for key in values.keys() & held.keys() - {"step"}:
-                is_number = is_torchs and key in ("mu_product", "eta", "mu")  # NAdam's and ASGD's, in fp32 at least
+                is_number = is_torchs and key in ("mu_product", "eta", "mu")  # scalars of NAdam and ASGD, at least fp32
                 rule = (None, None) if is_number else (dtypes.get(names[number]), grad_dtype)
                 if tree_structure(held[key]) == tree_structure(values[key]):
                     held[key] = tree_map(partial(_uncast, *rule), held[key], values[key])
 
 
 def _uncast(dtype: torch.dtype | None, only: torch.dtype | None, held: Any, saved: Any) -> Any:
-    """Return ``held``, torch's copy of ``saved``, in its dtype if that is ``only``; if None, unless it is ``dtype``."""
+    """Return ``held``, the cast copy of ``saved``; uncast if ``saved`` has dtype ``only``, or (None) not ``dtype``."""
     if not (isinstance(held, Tensor) and isinstance(saved, Tensor)) or saved.dtype == held.dtype:
         return held
     if saved.dtype != only if only else saved.dtype == dtype:
@@ -264,7 +264,7 @@ def check_plain(value: Any, name: str, *, in_pieces: bool = False, tensors: tupl
 
     Args:
         name: name of ``value`` in the message.
-        in_pieces: whether torch's checkpoints store dicts in ``value`` in pieces, and restore plain ones of them.
+        in_pieces: whether torch's checkpoints store dicts in ``value`` in pieces, and restore them as plain dicts.
         tensors: the exact types that tensors may have; None: any.
     """
     kind, keys = type(value), (str,) if in_pieces else (str, int, float, bool)

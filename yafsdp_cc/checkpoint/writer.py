@@ -42,7 +42,7 @@ class CheckpointWriter(FileSystemWriter):
     """
 
     table = b""
-    """Table of contents, with its checksum; on rank 0, after the save."""
+    """Bytes of the table of contents with its checksum, which ``finish`` sets on rank 0."""
 
     def __init__(
         self, folder: Path, extra_sums: Sequence[int], *, is_shared: bool, beside: Beside = nullcontext
@@ -50,7 +50,7 @@ class CheckpointWriter(FileSystemWriter):
         super().__init__(folder)
         self._extra_sums, self._is_shared, self._beside = list(extra_sums), is_shared, beside
         self._streams: dict[MetadataIndex, _SummingStream] = {}
-        self.transforms: Any = weakref.proxy(self)  # a cycle would keep each snapshot's table until a collection
+        self.transforms: Any = weakref.proxy(self)  # a reference cycle would keep the tables until a collection
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         if self._is_shared:
@@ -58,7 +58,7 @@ class CheckpointWriter(FileSystemWriter):
         return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write as torch's writer does, and add the checksum of each entry."""
+        """Write the planned entries as torch's writer does, and add the checksum of each of them."""
         with self._beside(), files.writing(Path(self.path), _bytes(plan)):
             done = super().write_data(plan, planner)
             for result in done.value():
@@ -69,7 +69,7 @@ class CheckpointWriter(FileSystemWriter):
         return done
 
     def transform_save_stream(self, item: WriteItem, stream: IO[bytes]) -> tuple[_SummingStream, list[str]]:
-        """Return the stream that torch's writer sends an entry through, and the names of its transforms: none."""
+        """Return a stream for an entry, which computes its checksum, and the names of the stream's transforms: none."""
         self._streams[item.index] = summing = _SummingStream(stream)
         return summing, []
 
@@ -98,9 +98,9 @@ class FirstRankPlanner(DefaultSavePlanner):
 
 
 class _SummingStream(io.RawIOBase):
-    """Writes to another stream, which it does not close, and computes the CRC-32 of the bytes.
+    """A stream that writes to another one, which it does not close, and computes the CRC-32 of the bytes.
 
-    ``write`` raises nothing: an exception that comes through torch's native writer damages the memory of torch 2.11.
+    ``write`` raises no ``OSError``: an exception that passes torch's native writer damages the memory of torch 2.11.
     """
 
     def __init__(self, stream: IO[bytes]) -> None:

@@ -32,8 +32,8 @@ class TiedEmbedding:
             parallelism, for example) each coordinate sums its gradients separately.
 
     Raises:
-        ValueError: the mesh has no such dimensions, the pipeline has one stage alone, or a rank of the first or last
-            stage has no weight.
+        ValueError: the mesh has no such dimensions, the pipeline has one stage alone, a rank of the first or last stage
+            has no weight, or a rank of another stage has one.
 
     Source: Song et al., "Optimus-CC", 2023 (fused embedding synchronisation).
     """

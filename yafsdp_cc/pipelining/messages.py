@@ -27,12 +27,12 @@ class SenderState:
     def __init__(self, error_feedback: bool) -> None:
         self.error_feedback = error_feedback
         self.residual: Residual | None = None
-        """Residual of the messages, [rows, n] fp32, with as many rows as the longest message had; None at first."""
+        """Error feedback's residual, [rows, n] fp32, with as many rows as the longest message had; None at first."""
         self.right: Tensor | None = None
         """Orthonormal right factor of the last message of ``LowRank``, [columns, rank] fp32; None at first."""
 
     def residual_of(self, rows: int, n: int, block: int, device: torch.device) -> Residual | None:
-        """Return the first ``rows`` of the residual, of ``n`` elements each, a view; None without error feedback."""
+        """Return a view of the residual's first ``rows``, with ``n`` elements each; None without error feedback."""
         if not self.error_feedback:
             return None
         before = self.residual
@@ -63,7 +63,7 @@ class Encoding(ABC):
 
     @abstractmethod
     def message_bytes(self, shape: Sequence[int], dtype: torch.dtype) -> int:
-        """Return the bytes of the message of a tensor."""
+        """Return the size in bytes of a message for a tensor of this shape and dtype."""
 
     @abstractmethod
     def encode(self, values: Tensor, message: Tensor, state: SenderState, seed: int) -> None:
@@ -102,7 +102,7 @@ Rounding: TypeAlias = Literal["stochastic", "scaled", "nearest"]
     random rotation, x̂ is x on average (Vargaftik et al., "EDEN: Communication-Efficient and Robust Distributed Mean
     Estimation for Federated Learning", 2022); the rotation of ``rotate`` is fixed. Only for ``Scaled`` codecs, whose
     numbers are codes times the scale of their block; others round to nearest
-"nearest": the least that such a message can lose
+"nearest": to nearest, so that the message loses the least
 """
 
 
@@ -175,7 +175,7 @@ class Encoded(Encoding):
         scales.mul_(torch.where(along > 0, steps.square().sum(-1) / along, 1.0))
 
     def _rows(self, shape: Sequence[int]) -> tuple[int, int]:
-        """Return the number of rows of a message, and the elements of each, padded to whole blocks."""
+        """Return the number of rows of a message, and the number of elements in each row, padded to whole blocks."""
         rows = shape[0] if self._by_sample and shape else 1
         each = math.prod(shape[1:]) if self._by_sample else math.prod(shape)
         return rows, align(each, self._codec.block)
@@ -232,14 +232,14 @@ class LowRank(Encoding):
         values.view(rows, columns).copy_(left.to(torch.float32) @ right.to(torch.float32).t())
 
     def _sizes(self, shape: Sequence[int]) -> tuple[int, int, int]:
-        """Return rows and columns of the matrix, and the columns of its factors."""
+        """Return the numbers of rows and columns of a tensor as a matrix, and of columns of the matrix's factors."""
         columns = shape[-1] if shape else 1
         rows = math.prod(shape) // max(columns, 1)
         return rows, columns, min(self._rank, rows, columns)
 
 
 def _factors(message: Tensor, rows: int, rank: int) -> tuple[Tensor, Tensor]:
-    """Return P [rows, rank] and Q [columns, rank] bf16 of a message, views."""
+    """Return views of the factors P [rows, rank] and Q [columns, rank] bf16 in a message of ``LowRank``."""
     numbers = message.view(torch.bfloat16)
     return numbers[: rows * rank].view(rows, rank), numbers[rows * rank :].view(-1, rank)
 
@@ -247,7 +247,7 @@ def _factors(message: Tensor, rows: int, rank: int) -> tuple[Tensor, Tensor]:
 @cache
 @torch.no_grad()
 def relative_error(codec: str, block: int, rounding: Rounding) -> float:
-    """Return ‖x − Q(x)‖ / ‖x‖ of codec Q on normal numbers x: int4 has 0.18 by stochastic rounding, 0.13 to nearest."""
+    """Return ‖x − Q(x)‖ / ‖x‖ of codec Q on Gaussian x: with int4, 0.18 by stochastic rounding and 0.13 to nearest."""
     made = codec_of(codec, block)
     noise = torch.Generator("cpu").manual_seed(0)
     values = torch.randn(1, 65_536, generator=noise, dtype=torch.float32, device="cpu")

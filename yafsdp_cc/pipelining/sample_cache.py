@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class Visit(NamedTuple):
-    """One micro-batch's samples in a cache."""
+    """The samples of one micro-batch: their slots in a cache, and which of them are new."""
 
     slots: list[int]
     seen: list[int]
@@ -55,7 +55,7 @@ class SampleCache:
 
     Args:
         device: device of the stage.
-        name: beginning of the files' names; the index of a tensor is added.
+        name: beginning of the names of memory-mapped files; the index of a tensor is added.
     """
 
     def __init__(self, compression: StageCompression, device: torch.device, name: str) -> None:
@@ -65,7 +65,7 @@ class SampleCache:
         """Cached activations [samples, elements], by the tensor's index among those that cross the boundary."""
         self.dtype, self.encoding = compression.cache_dtype, compression.of_changes()
         self.differ: list[Tensor] = []
-        """Whether each message that has arrived in this step was about other samples than this side's."""
+        """For each message that has arrived in this step, whether its sample ids or step differ from this side's."""
         self._samples, self._folder = compression.cache_samples or 0, compression.cache_folder
         self._device, self._name = device, name
         self.visits: list[Visit] = []
@@ -74,14 +74,14 @@ class SampleCache:
         self._thread = ThreadPoolExecutor(1, "sample-cache")
 
     def begin_step(self, micro_batches: list[list[int]], step: int) -> None:
-        """Assign slots to the samples of the step of number ``step``, which is the same on both sides."""
+        """Assign slots to the samples of step number ``step``, which is the same on both sides of the boundary."""
         self.visits = [self._visit(ids, step) for ids in micro_batches]
         self.differ.clear()
         self._before.clear()
         self._prefetch(0)
 
     def end_step(self) -> bool:
-        """Wait until all activations are written; return whether a message was about other samples than this side's."""
+        """Wait until all activations are cached; return whether a message had other sample ids or another step."""
         for write in self._writes:
             write.result()
         self._writes.clear()
@@ -159,7 +159,7 @@ class SampleCache:
 
     def write(self, chunk: int, place: int, kept: Tensor) -> None:
         """Cache the activations ``kept`` [samples, elements] of a micro-batch, and read those of the next one."""
-        # cache the last row of a sample that occurs twice
+        # of a sample that occurs twice in the micro-batch, cache the last row
         last = {slot: row for row, slot in enumerate(self.visits[chunk].slots)}
         rows = torch.tensor(list(last.values()), dtype=torch.int64, device="cpu")
         into = torch.tensor(list(last), dtype=torch.int64, device="cpu")
@@ -181,7 +181,7 @@ class SampleCache:
 
 
 class Changes(Encoding):
-    """Messages of the tensor [samples, ...] of index ``place`` of micro-batch ``chunk``, in this step.
+    """Messages of one activation [samples, ...] in this step: the one of index ``place`` in micro-batch ``chunk``.
 
     A message holds changes of the activations that both sides cache, then activations of new samples, then a digest.
     """

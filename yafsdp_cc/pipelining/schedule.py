@@ -99,7 +99,7 @@ def hidden_gradients(pipeline_order: Mapping[int, Sequence[Any]]) -> frozenset[t
 
 
 def _unfit(schedule: Any, stages: Sequence[Any]) -> Exception | None:
-    """Return what is wrong with this rank's stages; None if nothing is."""
+    """Return an exception that says why this rank's stages or schedule do not fit; None if they do."""
     for stage in stages:
         if not isinstance(stage, CompressedStage):
             return TypeError(

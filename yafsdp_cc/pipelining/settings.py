@@ -34,14 +34,14 @@ class StageCompression:
         cache_samples: number of samples whose activation both sides of a boundary cache: as many as the data set has.
             For a further sample, the one used longest ago is dropped, and sent exactly when it comes again.
         cache_dtype: dtype of cached activations, and of those sent for new samples: bfloat16, float16 or float32.
-        cache_folder: an existing folder for memory-mapped files, one for each boundary and side; None: host memory.
+        cache_folder: an existing folder for memory-mapped files, one for each rank, boundary side and tensor; or None.
         error_feedback: add what a gradient's message loses to the message of the next micro-batch (lazy error
             propagation of Optimus-CC).
         epilogue_only: encode only gradients whose transfer no computation hides (``schedule.hidden_gradients``), and
             send the others exactly.
         matrix_rank: columns of the factors that "powersgd" sends.
-        hadamard: rotate each block before it is quantised and back afterwards, and round to nearest, with scales that
-            keep the decoded block's component along the original. For codecs with a scale for each block.
+        hadamard: rotate each block before it is quantised and back afterwards, and round to nearest: without error
+            feedback, by scales that keep the decoded block along the original. For codecs with a scale for each block.
         block: elements that share a scale.
     """
 
@@ -139,7 +139,7 @@ class StageCompression:
 
 
 class BoundaryPlan(NamedTuple):
-    """Bytes of one boundary between two stages."""
+    """Bytes that cross one boundary between two stages in a training step, and bytes that its two sides hold."""
 
     first_forward: int
     """Bytes of activations in a training step whose samples are all new: more than ``forward`` with

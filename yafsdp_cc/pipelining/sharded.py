@@ -31,7 +31,7 @@ class ShardedStage(PipelineStage):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.dw_builder = lambda: lambda: None  # the function of torch's stage computes gradients of weights
+        self.dw_builder = lambda: lambda: None  # torch's function would compute gradients of weights once more
         self._backwards = 0
         self._takes_mean = False
 
@@ -78,8 +78,8 @@ class ShardedStage(PipelineStage):
 
 
 def _takes_mean() -> bool:
-    """Return whether the schedule whose step is running wants the mean over micro-batches, which it tells no stage
-    before the gradients are summed."""
+    """Return whether the schedule whose step is running wants gradients' mean over micro-batches: schedules tell stages
+    so only after the gradients are summed."""
     frame = sys._getframe()
     while (caller := frame.f_back) is not None:
         frame, schedule = caller, caller.f_locals.get("self")

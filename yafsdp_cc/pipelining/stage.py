@@ -1,6 +1,6 @@
 """Stages of ``torch.distributed.pipelining`` that compress the messages between them.
 
-torch's schedules ask a stage for its sends and receives and run its chunks, by methods that a subclass may override.
+torch's schedules ask a stage for sends and receives, and run its micro-batches, by methods that a subclass may replace.
 ``CompressedStage`` overrides some that are private to torch, so ``check_torch`` refuses other versions than the one
 that this module was written for.
 """
@@ -222,7 +222,7 @@ class CompressedStage(PipelineStage):
     def _receive(
         self, direction: str, chunk: int, ops: list[dist.P2POp], infos: Mapping[int, Sequence[Any]]
     ) -> list[dist.P2POp]:
-        """Make ``ops`` receive messages, which ``_decode`` then decodes."""
+        """Make torch's receive operations ``ops`` receive encoded messages, which ``_decode`` then decodes."""
         if not ops:
             return ops
         arriving = []
@@ -248,7 +248,7 @@ class CompressedStage(PipelineStage):
 
     @torch.no_grad()
     def _send(self, direction: str, chunk: int, ops: list[dist.P2POp], metas: Sequence[Any]) -> list[dist.P2POp]:
-        """Make ``ops`` send encoded messages in place of their tensors."""
+        """Make torch's send operations ``ops`` send encoded messages in place of tensors."""
         for place, (op, meta) in enumerate(zip(ops, metas, strict=True) if ops else ()):
             values, shape = op.tensor.detach(), self._shape(chunk, meta.shape)
             if values.shape != shape or values.dtype != meta.dtype:
@@ -295,7 +295,7 @@ class CompressedStage(PipelineStage):
         caches = {}
         for side, is_end in (("input", self.is_first), ("output", self.is_last)):
             if self.compression.forward_delta and not is_end:
-                name = f"rank-{dist.get_rank()}-boundary-{self._boundary(side)}-{side}"  # replicas may share the folder
+                name = f"rank-{dist.get_rank()}-boundary-{self._boundary(side)}-{side}"  # ranks may share the folder
                 caches[side] = SampleCache(self.compression, self.device, name)
         return caches
 
@@ -307,5 +307,5 @@ class CompressedStage(PipelineStage):
 class CompressedShardedStage(CompressedStage, ShardedStage):
     """A ``CompressedStage`` for a module that ``yafsdp_cc.shard`` has sharded.
 
-    Like ``integrations.pipelining.ShardedStage``, this class reduces gradients once, in the last backward of a step.
+    Like ``ShardedStage``, this class reduces gradients once, in the last backward of a step.
     """

@@ -33,7 +33,7 @@ class StageSeconds(NamedTuple):
 
 
 def computed(actions: Iterable[Any]) -> Iterator[Any]:
-    """Return the computations of a rank in order, each part of a combined action by itself."""
+    """Yield the computations among a rank's pipeline actions in order, each part of a combined action by itself."""
     for action in actions:
         if action is not None:
             yield from (each for each in action.sub_actions or (action,) if each.computation_type in _COMPUTES)

@@ -62,11 +62,11 @@ if TYPE_CHECKING:
 
 _HEADER_TAG, _DATA_TAG = 3, 4
 _NO_STEP = -1
-"""Value in place of a step's number from a replica that makes no more steps before all replicas meet."""
+"""Step number in the header from a replica that makes no more steps before ``finish`` sums over all replicas."""
 _COUNTED = 1 << 20
 """Number modulo which the headers of messages count steps, as headers are fp32."""
 _ROUNDING = 1e-3
-"""Limit for rounding errors of the mean push-sum weight, 1; with up to 250 replicas a lost message exceeds it."""
+"""Limit for rounding errors of the mean push-sum weight, 1. A message lost among up to 250 replicas exceeds it."""
 _MOST_LOST = 1 / 32
 """Largest share of a message, as ``lost_share`` measures it, that a codec may lose."""
 
@@ -81,11 +81,11 @@ class Gossip(ReplicaSync):
     to, in the same step with ``overlap=0`` and in the next one with ``overlap=1``.
 
     Buffers take, for each element of a shard: with exact messages 12 bytes (biased weights, a sent and a received
-    message); with a codec 8 (biased weights, scratch), 8 for each of the rank's ⌈log₂ n⌉ edges, and messages.
+    message); with a codec 8 (biased weights, scratch), 8 for each edge of the rank (⌈log₂ n⌉; ring: 1), and messages.
 
     Args:
-        graph: who sends to whom: ``"exponential"``, or ``"ring"``, always to the next replica, where links to others
-            are slow. Around a ring a value takes n - 1 steps.
+        graph: who sends to whom: ``"exponential"``; or ``"ring"``, always to the next replica, if links to replicas
+            further away are slow. Around a ring of n replicas a value takes n - 1 steps.
         overlap: steps after which a message is waited for: 0, within its step; 1, in the next one.
         codec: codec of messages (``"int8"``, ``"int4"``, ...), which hold differences; None: exact, in fp32.
 
@@ -135,7 +135,7 @@ class Gossip(ReplicaSync):
             message = torch.zeros(1, self._codec.message_bytes(numel), dtype=torch.uint8, device=self.device)
         self._sent, self._received = message, torch.zeros_like(message)
         self._sent_header = torch.zeros(2, dtype=torch.float32, device=self.device)
-        """Number of the step and push-sum weight, which precede each message."""
+        """Header that precedes each message: number of the step, and push-sum weight."""
         self._received_header = torch.zeros_like(self._sent_header)
         self._stream = comm_stream(self.device)
         self._header_handle, self._handle = self._stream.handle(), self._stream.handle()
@@ -162,7 +162,7 @@ class Gossip(ReplicaSync):
         self._take_changes()
 
     def _take_changes(self) -> None:
-        """Make the biased weights anew where weights were changed since the last step, as by a loaded state dict."""
+        """Recompute biased weights of parameters that were changed since the last step, as by a loaded state dict."""
         if self._is_in_flight:
             self.refuse_changes(
                 "while a message with older weights is on its way, which mixes into it (with overlap=0 none is)",
@@ -184,7 +184,7 @@ class Gossip(ReplicaSync):
         self._show()
 
     def _exchange(self, step: int) -> None:
-        """Send a message, and receive the one of this step, or of the step before."""
+        """Send this step's message, and receive that of this step, or with ``overlap`` 1 that of the step before."""
         if self._is_in_flight:
             self._wait(step - 1)
         self._push(step % len(self._distances))
@@ -199,8 +199,8 @@ class Gossip(ReplicaSync):
             self._receive(step)
 
     def _start(self, step: int, handle: CommHandle, sent: Tensor, received: Tensor, tag: int) -> None:
-        """Start to send to one peer and to receive from another: over NCCL in one grouped exchange without others, over
-        gloo by point-to-point messages, so that a replica waits for its sender alone."""
+        """Start to send to one peer and to receive from another, so that a replica waits for its sender alone: over
+        NCCL in one exchange in which other ranks get no data, over gloo by point-to-point messages."""
         group, world, rank = self.comm.group, self.comm.world, self.comm.rank
         distance = self._distances[step % len(self._distances)]
         to, source = (rank + distance) % world, (rank - distance) % world
@@ -306,7 +306,7 @@ class Gossip(ReplicaSync):
         self._restart()
 
     def _restart(self) -> None:
-        """Restart from the model's weights, which are the same on all replicas."""
+        """Restart push-sum from the model's weights, which are the same on all replicas."""
         for biased, local in zip(self._biased.views, self.locals(), strict=True):
             biased.copy_(local)
         self._push_weight.fill_(1.0)

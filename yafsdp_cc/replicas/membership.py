@@ -71,7 +71,7 @@ class Round:
 
     @property
     def contributes(self) -> bool:
-        """Whether this replica's outer gradient counts."""
+        """Whether this replica's outer gradient is in the mean."""
         return self.comm.rank in self.contributors
 
 
@@ -241,7 +241,7 @@ class Membership:
         return f"{number}/{attempt}"
 
     def _find_round(self) -> None:
-        """Go on to the first round without an outcome."""
+        """Set the present round to the first one without an outcome."""
         while outcome := self._outcome():
             number, attempt = self._place
             if outcome == _COMMIT:
@@ -344,7 +344,7 @@ class Membership:
         return _COMMIT if self._read(f"{self._key}/outcome") == _COMMIT.encode() else _VOID
 
     def _await_outcome(self, patience: float) -> str:
-        """Return the outcome of the round; "void" if it has none after ``patience`` seconds."""
+        """Return the outcome of the round; set it to "void" if there is none after ``patience`` seconds."""
         until = time.monotonic() + patience
         while not (outcome := self._outcome()):
             if time.monotonic() > until:
@@ -383,7 +383,7 @@ class Membership:
 
 
 def _complete(arrivals: Sequence[_Arrival]) -> list[_Arrival]:
-    """Return one arrival of each replica all of whose ranks have arrived, in the order of their first ranks."""
+    """Return the first arrival of each replica all of whose ranks have arrived, in the order of these arrivals."""
     found: dict[str, list[_Arrival]] = {}
     for each in arrivals:
         found.setdefault(each.replica, []).append(each)

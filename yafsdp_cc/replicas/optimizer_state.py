@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from yafsdp_cc.engine.communicator import Communicator
 
 _MOST_VALUES, _MOST_KEYS = 1 << 14, 32
-"""Limits of the optimizer state that a peer sends for a parameter, tensors of the parameter's shape not counted: bytes
-(8 more for each element), and number of values."""
+"""Limits of a peer's message about one parameter's optimizer state: bytes (8 more for each element), with no tensors of
+the parameter's shape, which are not in the message; and number of values."""
 _NONE = (None,)
-"""A None in an optimizer's state, which gives way to a value that another replica has there."""
+"""Message of a None in an optimizer's state; a value that another replica has under the same key replaces it."""
 
 Parameters = Mapping[str, "nn.Parameter"]
 """The trained parameters of a model by full name."""
@@ -118,7 +118,7 @@ def _exchange(known: Any, comm: Communicator, parameters: Parameters) -> Iterato
 def _checked(
     message: Tensor, parameters: Parameters, states: States, sender: str
 ) -> Iterator[tuple[str, str, tuple[Any, ...]]]:
-    """Yield parameter, key and value of the state that a replica has sent."""
+    """Yield parameter name, key and value of optimizer state that a replica has sent, after checking them."""
     try:
         for name, state in decoded(message).items():
             parameter = parameters[name]
@@ -135,7 +135,7 @@ def _checked(
 
 def _is_like(key: str, value: Any, parameter: nn.Parameter) -> bool:
     is_like = isinstance(value, Tensor) and value.shape == parameter.shape and value.is_floating_point()
-    return is_like and key != "step"  # the number of steps has the shape of a parameter without dimensions
+    return is_like and key != "step"  # "step" has the shape of a parameter without dimensions
 
 
 def _fits(key: str, value: tuple[Any, ...], own: Any, parameter: nn.Parameter) -> bool:

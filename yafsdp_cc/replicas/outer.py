@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 
 _SPARSE_BLOCK = 4096
 _MOMENTUM, _RESIDUAL, _START = "outer_momentum", "outer_residual", "outer_start"
-"""Names of outer state in checkpoints; checkpoints of earlier versions need these names unchanged."""
+"""Names of an ``Outer``'s state in checkpoints; checkpoints of earlier versions need these names unchanged."""
 
 
 class Outer(ReplicaSync):
@@ -68,15 +68,15 @@ class Outer(ReplicaSync):
     own. ``synchronize_replicas`` and ``save`` end the round at once: all replicas then have the outer weights, and the
     mean of the optimizers' states, so that a checkpoint is like that of ordinary training, for any number of replicas.
 
-    Buffers, for each element of a shard: outer weights, outer momentum, outer gradient; with a codec the residual and
-    the sum (4 bytes each). They are in host memory with a ``membership``.
+    Buffers (4 bytes for each element of a shard): outer weights, momentum and gradient; with a codec the residual, and
+    messages; the sum in synchronous steps, and of a ``membership`` without codec. A ``membership`` uses host memory.
 
     Args:
         every: number of steps in a round.
         lr: learning rate of the outer step.
         momentum: Nesterov momentum of the outer step; 0: none.
-        sync_steps: number of first steps that are synchronous, with sums of gradients, behind loaded weights of other
-            training, too; outer momentum hurts without them.
+        sync_steps: number of synchronous steps, with sums of gradients, at the beginning and after loading weights of
+            other training; outer momentum hurts without them.
         fragments: number of runs of parameters that are exchanged one at a time.
         delay: number of steps that a replica makes during an exchange.
         mix: share of a replica's own weights in the result of an exchange with a ``delay``, 0 to 1.
@@ -129,12 +129,12 @@ class Outer(ReplicaSync):
         self._total: LocalBuffer | None = None
         """Sum of the gradients over replicas in synchronous steps; None before and after these steps."""
         self._moved = False
-        """Whether there were local steps since the last ``finish``."""
+        """Whether this replica has made local steps since the last ``finish``."""
         self._made = 0
         """Number of local steps so far."""
         self._pending: _Exchange | None = None
         self._arrives = 0
-        """Number of local steps at which the exchange under way is completed."""
+        """Value of ``_made`` at which the exchange under way is completed."""
 
     def connect(self, model: nn.Module, mesh: DeviceMesh | None) -> None:
         if self.membership is None:
@@ -238,7 +238,7 @@ class Outer(ReplicaSync):
         self._issue(task)
 
     def _start_count(self, used: Sequence[bool] = ()) -> None:
-        """Start to compare the replicas' numbers of steps: in one form wherever replicas meet.
+        """Start to compare the replicas' numbers of steps, by one collective of the same size wherever replicas meet.
 
         Args:
             used: in a synchronous step, whether each parameter has a gradient.
@@ -247,11 +247,11 @@ class Outer(ReplicaSync):
             self._count.start(self._made + self.sync_steps - self._left + bool(used), used)
 
     def _check_count(self) -> list[bool]:
-        """Return whether each parameter has a gradient on any replica, in a synchronous step."""
+        """Raise if replicas' numbers of steps differ; return whether each parameter has a gradient on any replica."""
         return [] if self._count is None else self._count.used()
 
     def _issue(self, task: Task) -> None:
-        """Find the members of the round, and start to send."""
+        """Open a round for ``task``, which fixes its members, and start its exchange."""
         current = self._rounds.open(task)
         self.comm = current.comm
         exchange = self._pending = _Exchange(current, self._stream.handle())
@@ -262,7 +262,7 @@ class Outer(ReplicaSync):
 
         def issue(async_op: bool) -> list[Any]:
             works: list[Any] = []
-            if len(current.contributors) < current.comm.world:  # the others take weights
+            if len(current.contributors) < current.comm.world:  # other members receive weights
                 works += [current.comm.group.broadcast(each, current.source) for each in self._transferred()]
             for n in current.task.fragments:
                 works += self._send(exchange, n, async_op)
@@ -350,9 +350,9 @@ class Outer(ReplicaSync):
         return [*found, *(each for each in self._staged if each.numel())]
 
     def _untrained(self) -> list[Tensor]:
-        """Return the frozen parameters and buffers that there were when this replica joined, in their forms then.
+        """Return the frozen parameters and buffers that existed when this replica joined, in their shapes of then.
 
-        A forward may assign a buffer anew, whose present tensor counts, or make and grow a cache, which is left out.
+        Of a buffer that a forward has assigned anew, return the present tensor if shape, dtype and layout are the same.
         """
         present: dict[str, Tensor] = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
         found = []
@@ -398,21 +398,21 @@ class Outer(ReplicaSync):
 
     def state(self) -> Mapping[str, Sequence[Tensor]]:
         found = {} if self._left else self._outer_state()
-        if self.sync_steps and not found:  # after the start, too, if nothing else says that it is over
+        if self.sync_steps and not found:  # without other state, this shows a load that the synchronous steps are over
             done = float(self.sync_steps - self._left)
             found[_START] = [torch.full_like(each, done, dtype=torch.float32) for each in self.locals()]
         return found
 
     @torch.no_grad()
     def load_state(self, state: Mapping[str, Sequence[Tensor]]) -> None:
-        if self._pending is not None:  # end the exchange in flight without applying it: it is of the old weights
+        if self._pending is not None:  # end the exchange in flight without applying it: it is about the old weights
             if self._count is not None:
                 self._count.wait()
             self._pending.handle.wait()
             self._rounds.close(None)
             self._pending = None
         done = [int(each.view(-1)[0]) for each in state.get(_START, ()) if each.numel()]
-        is_over = _MOMENTUM in state or _RESIDUAL in state  # weights of another kind of training have neither
+        is_over = _MOMENTUM in state or _RESIDUAL in state  # only checkpoints of an ``Outer`` have these
         self._left = 0 if is_over else max(0, self.sync_steps - max(done, default=0))
         self._begin()
         for name, views in self._outer_state().items():
@@ -421,7 +421,7 @@ class Outer(ReplicaSync):
                 view.copy_(values)
 
     def _outer_state(self) -> dict[str, list[Tensor]]:
-        """Return views of outer momentum and residual, those that there are, by their names in checkpoints."""
+        """Return views of outer momentum and residual, as far as they exist, by their names in checkpoints."""
         found: dict[str, list[Tensor]] = {}
         for each in self._fragments:
             if each.momentum is not None:
@@ -438,7 +438,7 @@ class _Exchange:
     round: Round
     handle: CommHandle
     buffers: dict[int, Tensor] = field(default_factory=dict)
-    """Buffers by fragment: the sum, or the messages of all members."""
+    """Buffers of the exchange by index of the fragment: the sum, or the messages of all members."""
     error: RuntimeError | None = None
 
 
@@ -467,7 +467,7 @@ class _Fragment:
         self.numel = self.outer.data.numel()
         self.momentum = LocalBuffer(like, block, place) if has_momentum else None
         self.total = LocalBuffer(like, 1, place) if is_repeated and codec is None else None
-        """Buffer of the sum over replicas, where the outer gradient must be kept for a repetition; else None."""
+        """Buffer of the sum over replicas, if ``delta`` must stay unchanged for a repeated exchange; else None."""
         self.message: Tensor | None = None
         self.residual: Residual | None = None
         if codec is not None:
@@ -489,7 +489,7 @@ class _Fragment:
     def find_gradient(self, decay: float) -> None:
         """Write Δ = θ − θᵢ, outer minus present weights, to ``delta``, and encode Δ + ``decay`` · residual.
 
-        θ is in the weights' dtype, as this replica began with: what rounding takes from it is no movement.
+        θ is rounded to the weights' dtype, as when this replica began from it: the rounding error is no movement.
         """
         torch._foreach_copy_(self.delta.views, self.weights)
         for outer, delta, weights in zip(self.outer.views, self.delta.views, self.weights, strict=True):
@@ -509,7 +509,7 @@ class _Fragment:
         self.outer.data.sub_(delta, alpha=lr)
 
     def adopt(self, mix: float = 0.0) -> None:
-        """Set the weights to a mean of the outer weights and, with the share ``mix``, of these weights themselves."""
+        """Set the weights to (1 - ``mix``) · outer weights + ``mix`` · present weights."""
         outer, weights = self.outer.views, self.weights
         if mix:
             own = [each.to(device=found.device, dtype=found.dtype) for each, found in zip(weights, outer, strict=True)]

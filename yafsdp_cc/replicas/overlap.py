@@ -73,7 +73,7 @@ class Overlap(ReplicaSync):
     which ``clip_grad_norm_`` clips. Between steps parameters have predicted values. ``synchronize_replicas``, ``save``
     and ``state_dict()`` of model and optimizer first wait for the sum in flight and commit it.
 
-    Buffers, for each element of a shard: the sum under way and the own gradient (4 bytes each), the committed weights.
+    Buffers: the sum under way, the own gradient, a codec's residual (4 bytes an element), committed weights, messages.
 
     With ``half_batches`` call ``backward`` and ``optimizer.step()`` once for each half of a batch; a learning rate
     scheduler then counts halves, too. Of a step's two learning rates the one of its second half counts. If
@@ -94,13 +94,13 @@ class Overlap(ReplicaSync):
         self._codec = None if codec is None else codec_of(codec, BLOCK)
         self._pending: _Step | None = None
         self._first: _Step | None = None
-        """The step whose first half alone is over, with the sum of that half in ``_kept``; None at other times."""
+        """First half of a step, with its sum in ``_kept``, while the sum of the second half is in flight; else None."""
         self._steps = 0
         # State that ``before_step`` leaves for ``after_step``
         self._grads: list[Tensor | None] = []
         self._settings: list[dict[str, Any]] = []
         self._given: Sequence[Mapping[str, Any]] = []
-        """Settings that the optimizer's own step is made with."""
+        """Settings of parameter groups during the optimizer's own step."""
         self._is_second = False
 
     def prepare(self) -> None:
@@ -117,7 +117,7 @@ class Overlap(ReplicaSync):
             self._counts = self._total.counts()
             self._residual = Residual.zeros(1, numel, torch.float32, BLOCK, self.device)
         self._kept = LocalBuffer(like, self._total.align)
-        """This replica's own gradient during a step; between two halves of a step, the sum of the first half."""
+        """This replica's own gradients during a step; while ``_first`` is not None, the sum of that half."""
         self._committed = [each.clone() for each in like]
 
     def planned_bytes(self) -> int:
@@ -161,7 +161,7 @@ class Overlap(ReplicaSync):
             kept.data.copy_(total.data)
             read_grads(self._grads, total.views)
             self._hide()
-        elif arrived is None:  # without a sum the step commits nothing
+        elif arrived is None:  # without the sum of an earlier step this one commits nothing
             read_grads(self._grads, kept.views)
             total.data.copy_(kept.data)
             self._hide()
@@ -178,7 +178,7 @@ class Overlap(ReplicaSync):
         self._stream.issue(self._handle, self._issue, None if self._codec is None else self._decode)
 
     def _issue(self, async_op: bool) -> Works:
-        """Start the sum. With a codec all ranks decode the same messages in rank order, and so hold the same bits."""
+        """Start a sum over replicas. With a codec all decode equal messages in rank order, and so hold equal bits."""
         if self._codec is None:
             return self.comm.all_reduce(self._total.data, async_op)
         own = self._messages.narrow(0, self.comm.rank, 1)
@@ -208,7 +208,7 @@ class Overlap(ReplicaSync):
         self.remember_weights()
 
     def _refuse_changes(self, *, warns: bool = False) -> None:
-        """Raise, or warn, if somebody has changed the shown weights, which the committed ones are to overwrite."""
+        """Raise, or warn, if the program has changed the predicted weights, which committed ones are to overwrite."""
         when = "between two steps of an optimizer, where both hold predicted weights: the change would be lost"
         self.refuse_changes(when, warns=warns)
 
@@ -217,14 +217,14 @@ class Overlap(ReplicaSync):
             parameter.grad = None
 
     def _wait(self, step: _Step) -> None:
-        """Wait for the sum of a step, and for the parameters with a gradient on some replica."""
+        """Wait for the sum of a step, and set ``step.used`` to the parameters with a gradient on any replica."""
         self._count.wait()
         if self.device.type == "cpu" or not all(step.used):  # reading counts on a GPU would wait for the network
             step.used = self._count.used()
         self._handle.wait()
 
     def _join_halves(self, second: _Step) -> int:
-        """Add the sum of the first half of a step, if there is one, to that of the second; return their divisor."""
+        """Add the sum of a step's first half, if there is one, to that of the second; return the mean's divisor."""
         first, self._first = self._first, None
         if first is None:
             return self.comm.world
@@ -239,7 +239,7 @@ class Overlap(ReplicaSync):
         torch._foreach_copy_(self.locals(), self._committed)
 
     def _predict(self, optimizer: Optimizer) -> None:
-        """Make an optimizer step with ``.grad`` or the sum of the first half, and keep only the weights it makes."""
+        """Predict weights by a step with ``.grad`` or the sum of the first half, and restore the optimizer's state."""
         first, members = self._first, list(self.parameters.values())
         for part in runs_of(members):
             run = members[part]
@@ -314,7 +314,7 @@ class Overlap(ReplicaSync):
 
 
 def _settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return the settings of each parameter group, with the very tensors that schedulers write to."""
+    """Return the settings of each parameter group, with the same tensors, which schedulers may write to."""
     return [{name: value for name, value in each.items() if name != "params"} for each in optimizer.param_groups]
 
 
@@ -325,7 +325,7 @@ def _set_settings(optimizer: Optimizer, settings: Sequence[Mapping[str, Any]]) -
 
 
 def _check_settings(optimizer: Optimizer, given: Sequence[Mapping[str, Any]]) -> None:
-    """Raise a ``ValueError`` if a step has changed the settings ``given``: predictions are steps, too."""
+    """Raise a ``ValueError`` if an optimizer step has changed the settings ``given``: predictions would, too."""
     for group, values in zip(optimizer.param_groups, given, strict=False):
         for name in (name for name, value in values.items() if group[name] is not value):
             raise ValueError(

@@ -26,11 +26,11 @@ _DTYPES = {
 }
 _PREFIX = 8
 _DEEPEST = 32
-"""Largest depth of nested lists."""
+"""Largest depth of nested lists in a message."""
 
 
 def encoded(value: Any) -> Tensor:
-    """Return ``value`` as [n] uint8 on the CPU.
+    """Return ``value`` as a message, [n] uint8 on the CPU.
 
     Raises:
         TypeError: ``value`` contains other things than tensors, plain values, lists, tuples and dicts.

@@ -109,12 +109,12 @@ class ReplicaSync(ABC):
         """Global ranks of all replicas; of this replica alone, if replicas come and go."""
         self._frozen: dict[str, nn.Parameter] = {}
         self._ignored: dict[nn.Parameter, str] = {}
-        """Parameters of the model that were left out of sharding, each rank's own, and their names."""
+        """Parameters that sharding ignores, which each rank has for itself, and their names."""
         self._stepped_by: weakref.ref[Optimizer] | None = None
         self._versions: list[int] = []
         """Version counters of the local tensors when ``remember_weights`` was called last."""
         self._in_use: Optimizer | None = None
-        """The optimizer, while an exchange is under way that ``finish`` needs it for."""
+        """The optimizer that has made steps since the last ``settle`` or ``resume``; None if none has."""
 
     def __repr__(self) -> str:
         """Return the constructor call that makes an equal object: ranks compare these texts."""
@@ -141,7 +141,7 @@ class ReplicaSync(ABC):
 
     @abstractmethod
     def memory(self) -> Mapping[str, int]:
-        """Return the bytes of this object's buffers by name, for the memory plan: also of those that a step makes."""
+        """Return the bytes of this object's buffers by name, for the memory plan, including those that a step makes."""
 
     def prepare(self) -> None:
         """Make buffers, after ``parameters`` and ``comm`` were set and all replicas have the same weights."""
@@ -164,7 +164,7 @@ class ReplicaSync(ABC):
     # Methods that no subclass overrides
 
     def connect(self, model: nn.Module, mesh: DeviceMesh | None) -> None:
-        """Make ``comm``, and copy the first replica's weights and buffers to all."""
+        """Make ``comm``, and copy the first replica's weights and buffers to all replicas."""
         if mesh is None:
             raise ValueError(f"mesh=None: {type(self).__name__} needs the ranks that hold the same shard, as a 1D mesh")
         group = shard_group(mesh)
@@ -184,7 +184,7 @@ class ReplicaSync(ABC):
         ]
 
     def bind(self, model: nn.Module, mesh: DeviceMesh | None) -> None:
-        """Serve ``model`` from now on. A collective: all replicas take the first one's weights and buffers.
+        """Synchronize ``model`` from now on. A collective: all replicas take the first one's weights and buffers.
 
         Args:
             mesh: 1D, the ranks that hold the same shard, one in each replica; None if replicas come and go.
@@ -223,7 +223,7 @@ class ReplicaSync(ABC):
 
     def settle(self) -> None:
         """Call ``finish``, after which another optimizer may make the next step."""
-        with torch.inference_mode(False), torch.no_grad():  # no later step could write to what inference mode has made
+        with torch.inference_mode(False), torch.no_grad():  # a later step cannot write to tensors of inference mode
             self.finish()
         self._in_use = None
 
@@ -247,13 +247,13 @@ class ReplicaSync(ABC):
 
     def changed(self) -> list[str]:
         """Return the names of parameters that the program has changed since ``remember_weights``."""
-        found = zip(self.parameters, self.locals(), self._versions, strict=False)  # none before the first step
+        found = zip(self.parameters, self.locals(), self._versions, strict=False)  # no versions before the first step
         return [name for name, local, version in found if local._version != version]
 
     def refuse_changes(self, when: str, *, warns: bool = False) -> None:
         """Raise a ``RuntimeError``, or warn, if the program has changed weights since ``remember_weights``.
 
-        Another replica, whose program has changed nothing, does not raise: ``warns`` is for where it would wait.
+        A replica whose program has changed nothing does not raise: ``warns`` is for calls in which it would then wait.
         """
         if changed := self.changed():
             told = (
@@ -265,7 +265,7 @@ class ReplicaSync(ABC):
             warnings.warn(told, stacklevel=2)
 
     def adopt(self, optimizer: Optimizer) -> None:
-        """Check an optimizer before its first step on this model."""
+        """Check an optimizer before its first step on this model, and remember it."""
         if self._in_use is optimizer:
             return
         name = type(optimizer).__name__
@@ -338,7 +338,7 @@ def sync_of(model: nn.Module) -> ReplicaSync | None:
 
 
 def _settle(model: nn.Module, *_: Any) -> None:
-    """Complete what is on its way: the state-dict hook of a model, which does nothing on a copy of that model.
+    """Complete exchanges before a state dict is made: a hook of the model, which does nothing on a copy of the model.
 
     A copy, or a pickle, of a model has the model's hooks, and its parameters have no ``_Bound``.
     """
@@ -362,7 +362,7 @@ BEFORE_UNSHARD.append(synchronize_replicas)
 
 
 def refuse_sync(call: str, *models: nn.Module) -> None:
-    """Raise a ``ValueError`` if replicas of a model differ between exchanges, as ``call`` takes them for one."""
+    """Raise a ``ValueError`` for a model with a ``ReplicaSync``: its replicas differ, and ``call`` needs equal ones."""
     for model in models:
         if (sync := sync_of(model)) is not None:
             raise ValueError(
@@ -376,7 +376,7 @@ def refuse_sync(call: str, *models: nn.Module) -> None:
 
 @cache
 def _watch_optimizers() -> None:
-    follow_optimizers()  # its hooks are to run first: they raise the versions that ``remember_weights`` notes
+    follow_optimizers()  # its hooks must run first: they increase versions that ``remember_weights`` notes
     register_optimizer_step_pre_hook(_before)
     register_optimizer_step_post_hook(_after)
 
@@ -422,8 +422,8 @@ def step_on(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
 def _is_within_step(optimizer: Optimizer) -> bool:
     """Return whether the step whose hooks run is a part of another step of ``optimizer``.
 
-    Where a class's ``step()`` calls ``super().step()``, torch runs global hooks for each of both classes that an object
-    was made of. The stack tells so; a count of steps under way would be wrong for good once a step has raised.
+    Where a class's ``step()`` calls ``super().step()``, torch runs global hooks for each of the two classes that has
+    had an instance. The call stack shows that; a count of steps under way would stay wrong once a step has raised.
     """
     hooked = sys._getframe(2)  # torch's wrapper of ``step()``, which has called the caller
     frame = hooked.f_back
@@ -460,7 +460,7 @@ class StepCount:
     def start(self, made: int, used: Sequence[bool] = ()) -> None:
         """Start the sums: after ``made`` steps, of which the last is under way and has ``used`` these parameters."""
         self._made = made
-        number = 2 * made + bool(used)  # a step of one replica differs from the time between steps of another
+        number = 2 * made + bool(used)  # odd in a step's sum, else even: replicas must agree in that, too
         flags = used or [False] * (len(self._sums) - 2)
         self._sums.copy_(torch.tensor([number, number**2, *flags], device="cpu"))
         self._stream.wait_for_caller()
@@ -544,10 +544,10 @@ def runs_of(parameters: Sequence[nn.Parameter]) -> Iterator[slice]:
 
 
 class LocalBuffer:
-    """A flat fp32 buffer with room for this rank's elements of each of some tensors.
+    """A flat fp32 buffer with room for this rank's elements of each of the tensors ``like``.
 
     Args:
-        align: number of elements at whose multiples the tensors' parts begin; gaps are zero.
+        align: number of elements; each tensor's part begins at a multiple of it, and gaps between parts are zero.
         device: device of the buffer; None: that of the tensors.
     """
 
@@ -558,7 +558,7 @@ class LocalBuffer:
         self._paddings = [self.data[start:end] for start, end in self._layout.gaps]
 
     def split(self, data: Tensor) -> list[Tensor]:
-        """Return each tensor's part of a buffer of this layout."""
+        """Return a view of each tensor's part of ``data``, a buffer of this layout."""
         return [data[each.offset : each.end].view(each.shape) for each in self._layout.extents]
 
     def zero_padding(self) -> None:

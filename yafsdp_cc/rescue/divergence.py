@@ -32,7 +32,7 @@ class DivergenceWatch:
         ...
         watch.step()  # behind optimizer.step()
 
-    A shard is compared with that of the other replicas: without replicas, there is nothing to compare it with. The
+    A shard is compared with the same shard on other replicas; a model without replicas has none to compare. The
     checksums notice every change of one bit.
 
     Args:

@@ -53,7 +53,7 @@ def locked_by_rank(folder: Path) -> IO[bytes]:
 
 
 class RunMemory:
-    """A launcher's hold on its run's folder: removes folders of earlier runs of this name, and in the end its own.
+    """A launcher's hold on its run's folder. Removes folders of ended runs of this name, and those no ``Rescue`` used.
 
     Args:
         name: name of the run.
@@ -65,7 +65,7 @@ class RunMemory:
         self._folder = folder_of_run(name, run_id or secrets.token_hex(8))
         self._lock: IO[bytes] | None = None
         self.was_left = self._folder.is_dir()
-        """Whether an earlier launcher of this run was killed on this node."""
+        """Whether the folder existed: another launcher of this run failed or was killed on this node, or is alive."""
         if not _ROOT.is_dir():
             return
         for folder in _ROOT.glob(f"yafsdp_cc-{os.getuid()}-*/*/"):
@@ -76,13 +76,13 @@ class RunMemory:
                     shutil.rmtree(folder, ignore_errors=True)
                     folder.parent.rmdir()
         os.environ[MEMORY] = str(self._folder)
-        with suppress(OSError):  # where memory is full, the first snapshot raises
+        with suppress(OSError):  # the memory may be full: then the first snapshot raises an error
             self._folder.mkdir(parents=True, exist_ok=True)
             self._lock = (self._folder / "lock").open("wb")
             fcntl.flock(self._lock, fcntl.LOCK_SH)  # two launchers of a run may share a machine
 
     def close(self, status: int) -> None:
-        """Remove the folder if nobody can continue this run from it."""
+        """Unlock the folder; remove it if the run ended with ``status`` 0, or no launcher can continue the run."""
         if self._lock is None:
             return
         if status == 0 or self._is_alone:

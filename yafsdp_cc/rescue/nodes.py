@@ -22,7 +22,7 @@ _PART = 1 << 19
 """Bytes of one message: some milliseconds of a link of 1 Gbit/s, for which training may have to wait."""
 _TAG = 71
 _PAUSE = 0.002
-"""Seconds between questions whether a part may be sent."""
+"""Seconds from a ``may_send`` that returned False to the next call."""
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -36,7 +36,7 @@ class Nodes:
         names = list(dict.fromkeys(places))
         self.rank, _ = place_in(group)
         self.of = [names.index(each) for each in places]
-        """Number of the node of each rank."""
+        """For each rank, the index of its node in ``members``."""
         self.members = [[rank for rank, node in enumerate(self.of) if node == each] for each in range(len(names))]
         """Ranks of each node."""
 
@@ -46,7 +46,7 @@ class Nodes:
         return self.members[self.of[self.rank]][0] == self.rank
 
     def buddy_of(self, rank: int) -> int | None:
-        """Return the rank of the next node that keeps a copy for ``rank``; None where there is one node."""
+        """Return the rank of the next node that keeps copies of ``rank``'s files; None if there is only one node."""
         if len(self.members) == 1:
             return None
         own, others = (self.members[(self.of[rank] + step) % len(self.members)] for step in (0, 1))
@@ -54,7 +54,7 @@ class Nodes:
 
 
 class LostError(ValueError):
-    """A file of a snapshot is in no node's memory any more."""
+    """Raised if a file of a snapshot is in no node's memory any more."""
 
 
 class Transfer(NamedTuple):
@@ -67,7 +67,7 @@ class Transfer(NamedTuple):
 
 
 def files_in(folder: Path) -> dict[str, int]:
-    """Return the bytes of the whole files in a folder, by name."""
+    """Return the size in bytes of each complete file in a folder, by name."""
     return {each.name: each.stat().st_size for each in folder.iterdir() if each.suffix != ".part"}
 
 
@@ -90,22 +90,22 @@ def fetch(names: Collection[str], folder: Path, nodes: Nodes, group: Group) -> l
     ordered = list(transfers.values())
     transfer(ordered, folder, group)
     if ordered:
-        all_gather_objects(None, group)  # wait until ranks of this node have received files for it
+        all_gather_objects(None, group)  # wait for files that other ranks of this node receive
     return ordered
 
 
 def copy_to_buddies(
     whole: dict[str, int], folder: Path, nodes: Nodes, group: Group, may_send: Callable[[float], bool]
 ) -> None:
-    """Copy files that one node alone has to another one. A collective.
+    """Copy each file that only one node has to the next node. A collective.
 
-    ``whole`` has the bytes of the files that this rank has in ``folder``, by name.
+    ``whole`` has, by name, the sizes in bytes of the complete files that this rank has in ``folder``.
     """
     found = all_gather_objects(whole, group)
     copies: list[Transfer] = []
     for name in sorted({name for each in found for name in each}):
         sources = [rank for rank, each in enumerate(found) if name in each]
-        source = sources[len(copies) % len(sources)]  # ranks of a node share the work
+        source = sources[len(copies) % len(sources)]  # ranks of a node take turns to send
         buddy = nodes.buddy_of(source)
         if buddy is not None and {nodes.of[each] for each in sources} == {nodes.of[source]}:
             copies.append(Transfer(name, found[source][name], source, buddy))
@@ -130,18 +130,18 @@ def transfer(
     rank, _ = place_in(group)
     sent = [each for each in transfers if each.source == rank]
     received = [each for each in transfers if each.target == rank]
-    with together(group):  # room is taken first: writing to a mapped file of a full memory would kill the process
+    with together(group):  # allocate files first: writing to a mapped file in a full memory would kill the process
         try:
             with writing(folder, sum(each.size for each in received)):
                 for each in received:
                     unfinished = _part_of(folder, each)
-                    with suppress(FileNotFoundError):  # a file of an earlier snapshot is written over in place
+                    with suppress(FileNotFoundError):  # overwrite the file of an earlier snapshot in place
                         (folder / each.name).rename(unfinished)
                     with unfinished.open("ab") as file:
                         file.truncate(each.size)
                         if each.size:
                             os.posix_fallocate(file.fileno(), 0, each.size)
-        except OSError as error:  # without room for it no rank can use the snapshot
+        except OSError as error:  # ``Rescue.restore`` tries another snapshot after a ``ValueError``
             raise ValueError(str(error)) from error
     # Issue all receives first: ranks that only received once their own message was taken could wait in a circle.
     parts = ((each.source, part) for each in received for part in _mapped(_part_of(folder, each), each.size))
@@ -173,5 +173,5 @@ def _part_of(folder: Path, transfer: Transfer) -> Path:
 
 
 def _mapped(file: Path, size: int) -> Sequence[Tensor]:
-    """Return the content of a file, in parts that are the file's own memory."""
+    """Return a file mapped into memory, as uint8 tensors of at most ``_PART`` bytes; writing to one writes the file."""
     return torch.from_file(str(file), shared=True, size=size, dtype=torch.uint8).split(_PART) if size else ()

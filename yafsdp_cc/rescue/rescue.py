@@ -89,8 +89,8 @@ class Rescue:
     Args:
         model: sharded by this package, by FSDP2, or plain.
         optimizer: the optimizer of this model's parameters; or several, of different parameters.
-        every: the most steps that a restart makes again. A snapshot begins earlier, by as many steps as the last one
-            took, and training waits for a late snapshot.
+        every: largest number of steps that a restart repeats. A snapshot begins earlier, by as many steps as the last
+            one took, and training waits for a late snapshot.
         path: a folder on a file system that all ranks share, for checkpoints that outlive all nodes.
         save_every: number of steps from one checkpoint at ``path`` to the next, a multiple of ``every``.
         **states: objects with ``state_dict`` and ``load_state_dict``, such as schedulers and loaders, and generators.
@@ -101,7 +101,7 @@ class Rescue:
     """
 
     _closed: ClassVar[int] = 0
-    """Number of Rescues of this program that are closed: a program that is started again gets to each in this order."""
+    """Number of closed Rescues of this program, after which the next one names its folder, alike after a restart."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class Rescue:
         if save_every and path is None:
             raise ValueError(f"save_every={save_every} needs the path of the checkpoints: Rescue(..., path='last')")
         self._states: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {}
-        """Functions that return, and that restore, the state of each object."""
+        """For each object that was given by name, functions that return and restore its state."""
         for name, each in states.items():
             if name in (STEPS, RANDOM, "asynchronous"):
                 raise ValueError(f"Rescue gives save() something of its own as '{name}': choose another name")
@@ -137,7 +137,7 @@ class Rescue:
                 self._states[name] = each.state_dict, each.load_state_dict
             else:
                 raise TypeError(f"{name} is a {type(each).__name__}, which has no state_dict() and load_state_dict()")
-        self._states[RANDOM] = _random_states, _set_random_states  # restored last: other objects may draw numbers
+        self._states[RANDOM] = _random_states, _set_random_states  # restored last: restoring others may draw numbers
         self._model, self._optimizers = unwrapped(model), as_sequence(optimizer)
         self._every, self._save_every = every, save_every
         self._path = None if path is None else Path(path).absolute()  # a program may change its working directory
@@ -149,21 +149,21 @@ class Rescue:
                 f"{self._run} cannot be made ({error}): snapshots need a memory that outlives a process, /dev/shm"
             ) from error
         self._lock: IO[bytes] | None = None
-        """Lock of the folder, on the first rank of a node."""
+        """Lock file of the folder of snapshots, on the first rank of a node; None on other ranks."""
         self._steps = -1
-        """Number of finished steps; -1 before ``restore``, and behind ``close``."""
+        """Number of finished steps; -1 before ``restore``, and after ``close``."""
         self._started = self._whole = 0
         """Numbers of finished steps in the snapshot that was begun last, and in the newest one known to be whole.
         ``_whole`` changes only where training waits for a snapshot, so after the same step on every rank."""
         self._took = every // 2
-        """Steps that the last snapshot took, the same on every rank; the next snapshot begins as many steps earlier.
+        """Steps of training that the last snapshot took, equal on all ranks; the next one begins as many steps earlier.
         Half of ``every`` at first, and at most: a snapshot that begins before the last one is due would wait for it."""
         self._kept: dict[str, Any] | None = None
-        """Copy on the host of the state in the last snapshot, whose memory the next one uses again."""
+        """Host copy of the state in the last snapshot; the next snapshot's copy uses the same memory."""
         self._job: Future[None] | None = None
-        """Snapshot under way; None as soon as training waits for it."""
+        """Background writing of a snapshot; None as soon as training waits for it."""
         self._save: Future[None] | None = None
-        """The last save at ``path``."""
+        """The last asynchronous save at ``path``."""
         self._stepped = stepped = weakref.WeakSet[Optimizer]()
         """Optimizers that have stepped since the last call of ``step``."""
         hook = register_optimizer_step_post_hook(lambda optimizer, *_: stepped.add(optimizer))
@@ -194,7 +194,7 @@ class Rescue:
                 "Rescue.restore(): this program has another Rescue, and snapshots of both would take each other's "
                 "place: call close() of that one first"
             )
-        with suppress(RuntimeError):  # the last snapshot was not written: an earlier one is taken
+        with suppress(RuntimeError):  # raised if the last snapshot was not written: an earlier one is loaded
             self._wait()
         wait_for_saves()
         settings: dict[str, object] = {"every": self._every, "path": self._path, "save_every": self._save_every}
@@ -216,7 +216,7 @@ class Rescue:
         with together(ranks.front):
             if self._nodes.is_first:
                 self._lock = self._lock or locked_by_rank(self._folder)
-        told = (self._folder / f"steps-{rank}" for rank in range(place_in(ranks.back)[1]))  # others are of ranks gone
+        told = (self._folder / f"steps-{rank}" for rank in range(place_in(ranks.back)[1]))  # files of others are stale
         finished = [int(each.read_text() or 0) for each in told if each.exists()]
         here = (self._whole_snapshots(), max(finished, default=0), secrets.token_hex(4))
         snapshots, last, lives = zip(*all_gather_objects(here, ranks.back), strict=True)
@@ -233,7 +233,7 @@ class Rescue:
         if self._nodes.is_first:
             self._remove_all_but(snapshot)
         all_gather_objects(None, ranks.back)
-        if snapshot and len(self._nodes.members) > 1:  # another node may be lost before the next snapshot
+        if snapshot and len(self._nodes.members) > 1:  # files that one node alone has need a second copy
             folder = self._folder / snapshot
             self._job = _in_thread(copy_to_buddies, files_in(folder), folder, self._nodes, ranks.back, self._may_send)
         is_later = any(each.parents[1] != self._folder for each in self._run.glob(f"*/step-*/{METADATA}"))
@@ -244,9 +244,9 @@ class Rescue:
         return steps
 
     def _load(self, snapshots: Collection[str]) -> tuple[int, str, str]:
-        """Load the newest of some snapshots and the checkpoint at ``path`` that is whole.
+        """Load the newest undamaged state among the named ``snapshots`` and the checkpoint at ``path``.
 
-        Return the number of finished steps; from where they are, in words; the snapshot's name ("" for no snapshot).
+        Return the number of finished steps, the source in words, and the snapshot's name ("" for no snapshot).
         """
         path, found, damage = self._path, [(_step_of(name), name) for name in snapshots], list[Exception]()
 
@@ -281,7 +281,7 @@ class Rescue:
         odd = [f"no state for '{key}'" for key in sorted(self._states.keys() - extra.keys())]
         more = sorted(extra.keys() - self._states - {STEPS})
         odd += [f"a state of '{key}' that nothing takes" for key in more]
-        if self._nodes.rank == 0 and odd and RANDOM in extra:  # else save(), or other ranks, made it
+        if self._nodes.rank == 0 and odd and RANDOM in extra:  # else ``save``, or another number of ranks, saved
             warnings.warn(
                 f"Rescue.restore(): what was saved behind step {step} has {', '.join(odd)}. An object without a saved "
                 "state is left as the program made it: give each the name that it had",
@@ -293,9 +293,9 @@ class Rescue:
         return step, source, name
 
     def _load_snapshot(self, folder: Path) -> tuple[dict[str, Any], str]:
-        """Load a snapshot, of which this node may lack files; return its extra data, and in words what was fetched.
+        """Load a snapshot, of which this node may lack files; return its extra data, and in words where it was.
 
-        A ``LostError``, if no node has one of the files, may be the cause of a ``ValueError`` by torch.
+        If no node has one of the files, raise a ``LostError``, or a ``ValueError`` with a ``LostError`` as its cause.
         """
         ranks, parts = self._ranks, set[str]()
 
@@ -305,13 +305,13 @@ class Rescue:
             yield
             parts.update(each.name for each in came if each.name.endswith(".distcp"))
             kept = {METADATA, files.extra_name(*place_in(ranks.back)), *parts}
-            for each in came:  # another rank's file may have residuals as large as the model: no node keeps it
+            for each in came:  # delete other ranks' extra files: each may have residuals as large as the model
                 if each.target == self._nodes.rank and each.name not in kept:
                     (folder / each.name).unlink()
 
         with together(ranks.front):
             folder.mkdir(exist_ok=True)
-        with present([METADATA]), together(ranks.front):  # a table damaged on one node fails on all ranks
+        with present([METADATA]), together(ranks.front):  # a damaged table of contents raises on all ranks
             reader = CheckpointReader(folder, present)
         extra = load_from(reader, self._model, self._optimizers, ranks)
         return extra, f"memory ({len(parts)} of {len(reader.names)} parts from another node)" if parts else "memory"
@@ -323,7 +323,7 @@ class Rescue:
         Call ``step`` after the optimizer's step and after whatever else a step changes.
 
         Raises:
-            RuntimeError: ``restore`` was not called; or the snapshot before could not be written, as a rank has died or
+            RuntimeError: ``restore`` was not called; or the last snapshot could not be written, as a rank has died or
                 the memory is full.
         """
         if self._steps < 0:
@@ -331,15 +331,15 @@ class Rescue:
         self._steps += 1
         self._tell_progress()
         if self._path is not None and self._save_every and self._steps % self._save_every == 0:
-            wait_for_saves()  # each has a copy of all state in host memory: a slow disk would fill that
+            wait_for_saves()  # each save holds a host copy of all state: with a slow disk, they would fill the memory
             self._save = save(self._path, self._model, self._optimizers, asynchronous=True, **self._extra())
         if self._steps >= self._next:  # later than ``_next`` if a snapshot failed and the program went on
             self._snapshot()
-        # All ranks wait behind the same steps, and none waits for good. A rank that waits has issued all collectives of
-        # the step, so the others end it, too. The background threads need nothing but each other: they let training go
-        # first only on ranks that do not wait, and so until the step ends. A rank whose snapshot is whole goes on, and
-        # no thread waits for it. ``_snapshot`` has waited for the copies that ``restore`` makes before it began the
-        # snapshot that is late. ``save`` writes the checkpoint at ``path`` with threads and a group of its own.
+        # All ranks wait for a late snapshot after the same step, and without a deadlock. A rank that waits has issued
+        # all collectives of the step, so the others end it, too. The background threads need nothing but each other:
+        # they let training go first only on ranks that do not wait, until the step ends. No thread waits for a rank
+        # whose snapshot is whole. Copies that ``restore`` makes were over before ``_snapshot`` began the late snapshot.
+        # ``save`` writes the checkpoint at ``path`` with threads and a group of its own.
         if self._steps - self._whole >= self._every:
             self._wait()
         self._stepped.clear()
@@ -347,14 +347,14 @@ class Rescue:
     def close(self) -> None:
         """Wait for the snapshot and saves under way, and remove the snapshots: this training is over. A collective.
 
-        A program that is started again makes it again, from the checkpoint at ``path`` or from the beginning. Call
-        ``close`` behind the loop, not in a ``finally``: a rank that raises alone would wait for the others in it.
+        A program that is started again trains again, from the checkpoint at ``path`` or from the beginning. Call
+        ``close`` after the loop, not in a ``finally``: a rank that raises alone would wait for the others in ``close``.
 
         Raises:
             RuntimeError: the last checkpoint at ``path`` was not written. Snapshots stay; a second call removes them.
         """
         wait_for_saves()  # a program may destroy the process group next, which saves at ``path`` need
-        with suppress(RuntimeError):  # the snapshot under way has failed, and is removed anyway
+        with suppress(RuntimeError):  # raised if the snapshot under way has failed, which is removed anyway
             self._wait()
         saved, self._save = self._save, None
         if self._steps >= 0:
@@ -369,15 +369,15 @@ class Rescue:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._lock.close()
             self._lock = None
-        with suppress(OSError):  # the launcher, or a later Rescue, has files there
+        with suppress(OSError):  # raised if the launcher, or a later Rescue, has files in the folder of the run
             self._run.rmdir()
 
     def _extra(self) -> dict[str, Any]:
-        with together(self._ranks.front):  # the state of one rank may raise
+        with together(self._ranks.front):  # an object's ``state_dict`` may raise on one rank alone
             return {STEPS: self._steps, **{name: state_of() for name, (state_of, _) in self._states.items()}}
 
     def _tell_progress(self) -> None:
-        with suppress(OSError):  # a full memory: the number is only for a message of ``restore``
+        with suppress(OSError):  # the memory may be full: the number is only for a message of ``restore``
             (self._folder / f"steps-{self._nodes.rank}").write_text(str(self._steps))
 
     def _wait(self) -> None:
@@ -401,11 +401,11 @@ class Rescue:
                 "Rescue.step(): there are gradients that no optimizer step has taken, and a snapshot has none: call "
                 "step() behind each optimizer.step(), not behind each micro-batch. (Where a GradScaler has left a step "
                 "out, nothing is lost.)",
-                stacklevel=4,  # ``inference_mode`` wraps this method
+                stacklevel=4,  # ``inference_mode`` wraps ``step``
             )
-        if self._kept is None:  # ``restore`` may have loaded all values, and training tells stages apart
+        if self._kept is None:  # stages of a pipeline that loaded one checkpoint differ only after a step
             check_is_one_value("Rescue.step()", self._model, self._ranks.front)
-        refuse_sync("Rescue", self._model)  # replicas may have joined behind ``restore``
+        refuse_sync("Rescue", self._model)  # ``join_replicas`` may have been called after ``restore``
         compressed = compression.sharded_state(self._model, means=False)
         state, content = collect(self._model, self._optimizers, self._extra(), compressed, self._ranks.front)
         if tree_structure(self._kept) != tree_structure(state):
@@ -434,16 +434,16 @@ class Rescue:
             files.write(folder / own[1], content)
         writer = CheckpointWriter(folder, all_gather_objects(zlib.crc32(content), group), is_shared=False)
         writer.fs = _FilesInPlace()
-        # The planner puts replicated tensors into rank 0's file: a node that has lost its memory then fetches that file
-        # and those of its own ranks, and no others.
+        # The planner puts replicated tensors into rank 0's file: a node that has lost its memory then fetches only rank
+        # 0's file and those of its own ranks.
         planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
         with by_torch(f"the snapshot behind step {step}", group) as which:
             state_dict_saver.save(state, storage_writer=writer, planner=planner, **which)
         written = {name: size for name, size in files_in(folder).items() if name in own}
         copy_to_buddies(written, folder, self._nodes, group, self._may_send)
-        found = all_gather_objects((self._steps, writer.table), group)  # a barrier, too: every file is on two nodes
+        found = all_gather_objects((self._steps, writer.table), group)  # waits until every file is on two nodes
         self._took = min(max(steps for steps, _ in found) - step + 1, self._every // 2)  # + 1 for the step under way
-        with together(group):  # no rank goes on before every node has the table
+        with together(group):  # the snapshot is whole once every node has the table of contents
             if self._nodes.is_first:
                 files.write(folder / f"{METADATA}.part", found[0][1])
                 os.replace(folder / f"{METADATA}.part", folder / METADATA)
@@ -454,8 +454,8 @@ class Rescue:
     def _begin_folder(self, new: Path) -> None:
         """Make a new snapshot's folder from that of the snapshot before the last, whose files are overwritten in place.
 
-        A snapshot of an earlier start of the ranks is removed: its folder may hold files that ``restore`` has fetched,
-        which this node would not write over.
+        A snapshot from before the last restart is removed instead: its folder may hold files that ``restore`` fetched
+        from other nodes, which no rank of this node would overwrite.
         """
         *_, before, last = ["", "", *sorted(self._whole_snapshots(), key=_step_of)]
         old = before if before.endswith(f".{self._life}") else ""
@@ -472,10 +472,10 @@ class Rescue:
                 shutil.rmtree(each, ignore_errors=True)
 
     def _may_send(self, sent: float) -> bool:
-        """Return whether training does not communicate, or waits for the copy, or would before the copy is over.
+        """Return whether a copy may go on: if training does not communicate, or waits for it, or would have to wait.
 
         The copy is spread over the steps until training would wait for it, as many as the last snapshot took: if the
-        copy needs them all, the next snapshot gets one step more, until half of ``every`` are reached.
+        copy needs them all, the next snapshot gets one step more, up to half of ``every``.
         """
         left = min(self._next, self._whole + self._every) - self._started
         is_idle = self._job is None or not any(each.is_communicating() for each in self._engines)
@@ -498,9 +498,9 @@ def _in_thread(function: Callable[..., None], *args: object) -> Future[None]:
 
 
 class _FilesInPlace(FileSystem):
-    """Writes over files that exist: their memory need not be freed, found and zeroed, which takes longer than writing.
+    """Overwrites files that exist: their memory need not be freed, found and zeroed, which takes longer than writing.
 
-    The end of a file that was longer remains; no table of contents names it.
+    Of a file that was longer, the old end remains; no table of contents refers to it.
     """
 
     @contextmanager
@@ -514,13 +514,13 @@ def _step_of(name: str) -> int:
 
 
 def _step_at(path: Path, ranks: Ranks) -> int:
-    """Return the number of steps of the checkpoint at ``path``, the same for all ranks; -1 where there is none."""
+    """Return the number of finished steps of the checkpoint at ``path``, equal on all ranks; -1 if there is none."""
     step: Any = -1
     is_there = False
     with together(ranks.front), closing(Ticks(ranks.back)) as ticks, ticks.beside():
         with files.reading(path), suppress(FileNotFoundError):
             folder = files.complete(files.place(path))
-            is_there = folder.is_file() or bool(os.listdir(folder))  # globs find nothing in a folder without permission
+            is_there = folder.is_file() or bool(os.listdir(folder))  # ``glob`` would not raise without permission
         if is_there:
             step = next((read().get(STEPS) for read in files.extra_readers(folder)), None)
             if not isinstance(step, int):
