@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from yafsdp_cc.engine.state import FSDPState
     from yafsdp_cc.tensor.dtensor import FlatDTensor
 
-# these names are in checkpoints of earlier versions: keep them
+# checkpoints of earlier versions have compression's state under these names: keep them
 _KINDS = RESIDUALS, ESTIMATES, KEPT = "residuals", "estimates", "kept_weights"
 LOCAL, STEPS, BEHIND = "_wire_residuals", "_wire_steps", "_wire_behind"
 FALLBACK, CLIP, DECAY, ROUNDED = "_wire_guard", "_wire_clip", "_wire_decay", "_wire_rounded"
@@ -181,9 +181,9 @@ def load_state(
             ready = clip is not None or schedule.clip is None
             fits = ready and local is not None and load_local_residuals(state, local)
             schedule.resume_clip(clip if fits else None, state.context.device)
-        # unless all ranks' residuals fit, start with empty ones, and add the mean of the saved ones to the next sums
+        # unless residuals fit on all ranks, start with empty ones, and add the mean of saved ones to the next gradients
         if not all(all_gather_objects(fits, group)):
-            if not (residuals or estimates):  # a snapshot of ``Rescue`` has no means
+            if not (residuals or estimates):  # a snapshot of ``Rescue`` has no mean residuals
                 with refused_together(*group):
                     residuals, estimates = means_of_ranks(state, (read().get(LOCAL + prefix, {}) for read in extras))
             carry_over_residuals(state, {**empty_residuals(state), **residuals})

@@ -168,7 +168,7 @@ def _clear(path: Path) -> None:
             with (folder / _LOCK).open("r+b") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(folder, ignore_errors=True)
-        except FileNotFoundError:  # a folder without a lock file: half deleted, or just made
+        except FileNotFoundError:  # the folder of a save without a lock file is half deleted, or just made
             with suppress(OSError):
                 folder.rmdir()
             if not (folder / _LOCK).exists():
@@ -216,7 +216,7 @@ def writing(folder: Path, needed: int) -> Iterator[None]:
 
 
 def _no_space(folder: Path, needed: int, free: int) -> OSError:
-    where = folder.parent.parent  # the folder that holds the checkpoint, two above the one that is written
+    where = folder.parent.parent  # the folder with the checkpoint, two levels above the one that is written to
     text = f"No space left in {where}: {needed:,} bytes are needed, and {free:,} were free"
     return OSError(errno.ENOSPC, text)
 

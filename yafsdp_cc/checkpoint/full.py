@@ -164,7 +164,7 @@ def load_safetensors(path: str | os.PathLike[str], model: nn.Module) -> None:
 
     check_arguments("load_safetensors", path, model)
     wait_for_saves()
-    synchronize_replicas(model)  # an exchange in flight must end before the weights are replaced
+    synchronize_replicas(model)  # replicas' exchanges must end before the weights are replaced
     model = unwrapped(model)
     ranks = ranks_of(model)
     with refused_together(*ranks.front), closing(Ticks(ranks.back)) as ticks, ticks.beside():

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 _SHOWN = 8
 """Number of differences that a message lists."""
 _TRIES = 100
-"""Number of checkpoints at one path that a load begins to read while saves replace them."""
+"""Largest number of checkpoints at one path that a load begins to read while saves replace them."""
 
 
 class _ReplacedError(RuntimeError):
@@ -378,7 +378,7 @@ def _check_groups(
             "model, [first, second])"
         )
     for index, (kind, group) in enumerate(groups):
-        if index not in places:  # the group has no parameters on this rank
+        if index not in places:  # a parameter group without parameters on this rank
             continue
         # a group's "steps", a number of steps, is no setting, and not all optimizers have it
         old, new = (set(each) - {"params", "steps"} for each in (saved[places[index]], group))

@@ -41,7 +41,7 @@ class WeightPatch(NamedTuple):
     """
 
     tensors: dict[str, Tensor]
-    """Tensors in host memory, by name."""
+    """The patch's tensors in host memory, by name."""
     metadata: dict[str, str]
     """Metadata of the file's header: counts of this rank's weights, and the number of earlier patches."""
 

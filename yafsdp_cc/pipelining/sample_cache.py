@@ -60,7 +60,7 @@ class SampleCache:
 
     def __init__(self, compression: StageCompression, device: torch.device, name: str) -> None:
         self.slots: OrderedDict[int, int] = OrderedDict()
-        """Slot of each sample by its id, the one used longest ago first."""
+        """Slot, a row of the tensors in ``values``, of each sample by its id; the sample used longest ago is first."""
         self.values: dict[int, Tensor] = {}
         """Cached activations [samples, elements], by the tensor's index among those that cross the boundary."""
         self.dtype, self.encoding = compression.cache_dtype, compression.of_changes()

@@ -34,7 +34,7 @@ class StageCompression:
         cache_samples: number of samples whose activation both sides of a boundary cache: as many as the data set has.
             For a further sample, the one used longest ago is dropped, and sent exactly when it comes again.
         cache_dtype: dtype of cached activations, and of those sent for new samples: bfloat16, float16 or float32.
-        cache_folder: an existing folder for memory-mapped files, one for each rank, boundary side and tensor; or None.
+        cache_folder: an existing folder for mapped files, one per rank, boundary side and tensor; None: host memory.
         error_feedback: add what a gradient's message loses to the message of the next micro-batch (lazy error
             propagation of Optimus-CC).
         epilogue_only: encode only gradients whose transfer no computation hides (``schedule.hidden_gradients``), and
@@ -153,7 +153,7 @@ class BoundaryPlan(NamedTuple):
     cache: int
     """Bytes of host memory or files for the sample cache, on each side of the boundary."""
     residual: int
-    """Bytes of fp32 residuals on the device of the later stage."""
+    """Bytes of error feedback's fp32 residuals, on the device of the later stage."""
 
     def __str__(self) -> str:
         rows = zip(
@@ -171,7 +171,7 @@ def plan_boundary(
     micro_batches: int,
     exact_gradients: int = 0,
 ) -> BoundaryPlan:
-    """Return the bytes of a boundary that one tensor crosses.
+    """Return the bytes of a boundary between two stages that one tensor crosses.
 
     Args:
         shape: shape of the activation of a micro-batch, samples first.

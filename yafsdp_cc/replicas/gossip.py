@@ -64,7 +64,7 @@ _HEADER_TAG, _DATA_TAG = 3, 4
 _NO_STEP = -1
 """Step number in the header from a replica that makes no more steps before ``finish`` sums over all replicas."""
 _COUNTED = 1 << 20
-"""Number modulo which the headers of messages count steps, as headers are fp32."""
+"""Number modulo which headers of messages, which are fp32, hold the number of the step."""
 _ROUNDING = 1e-3
 """Limit for rounding errors of the mean push-sum weight, 1. A message lost among up to 250 replicas exceeds it."""
 _MOST_LOST = 1 / 32

@@ -92,7 +92,7 @@ class AllReplicas:
 
 
 class _Arrival(NamedTuple):
-    """A rank that waits for a round."""
+    """Record in the store of a rank that waits for a round."""
 
     replica: str
     shards: Count
@@ -290,7 +290,7 @@ class Membership:
                 known[slot] = self._record(_ARRIVAL, entry)
 
     def _are_all(self, there: Sequence[_Arrival]) -> bool:
-        """Return whether all expected replicas have arrived."""
+        """Return whether all members of the last round have arrived or left; before one, whether enough have come."""
         if self._last is None:
             return len(there) >= self._first
         here = {each.replica for each in there}

@@ -80,7 +80,7 @@ def mean_state(parameters: Parameters, states: States, comm: Communicator, names
 
 
 def write_state(parameters: Parameters, optimizer: Optimizer, values: Sequence[StateValue]) -> None:
-    """Write what ``mean_state`` returned to the optimizer's state."""
+    """Write the ``values`` that ``mean_state`` has returned into the optimizer's state."""
     for name, key, value, is_like in values:
         parameter = parameters[name]
         own = optimizer.state[parameter]

@@ -256,7 +256,7 @@ class Outer(ReplicaSync):
         self.comm = current.comm
         exchange = self._pending = _Exchange(current, self._stream.handle())
         if any(n >= len(self._fragments) for n in current.task.fragments):
-            raise ValueError(f"a round is of fragments {current.task.fragments}, of {len(self._fragments)} here")
+            raise ValueError(f"a round of fragments {current.task.fragments}: this replica has {len(self._fragments)}")
         if not current.contributes:
             self._take_position(current.task)
 
@@ -385,7 +385,7 @@ class Outer(ReplicaSync):
         self._exchange(Task(moved, True))
         for each in self._fragments:
             each.adopt()
-        self._begin()  # the next round starts from the parameters: outer weights, but rounded to half precision
+        self._begin()  # the next round starts from the parameters: outer weights in the parameters' dtype
 
     def _mean_residuals(self, current: Round) -> list[Tensor]:
         """Return the mean over replicas of each fragment's residual. A collective."""
@@ -475,7 +475,7 @@ class _Fragment:
             self.message = torch.zeros(1, codec.message_bytes(self.numel), dtype=torch.uint8, device=place)
             self.residual = Residual.zeros(1, self.numel, torch.float32, block, place)
         self.steps = 0
-        """Number of local steps that no exchange has included."""
+        """Number of local steps since the fragment's last exchange."""
         self.load()
 
     @property

@@ -274,7 +274,7 @@ class Overlap(ReplicaSync):
         self._hide()
         self._wait(step)
         if self.half_batches and self._first is None:
-            # count the second half as made: a replica that does make it then fails by unequal counts
+            # count the second half of the step as made: a replica that does make it then fails by unequal counts
             self._steps += 1
         self._show(step, self._join_halves(step))
         _set_settings(optimizer, step.settings)

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from yafsdp_cc.engine.streams import CommStream
 
 _REFUSED = (LBFGS, MatrixOptimizer, OneBitOptimizer)
-"""Optimizers whose steps do more than update each element by its own gradient and state."""
+"""Optimizers that ``ReplicaSync`` refuses: their steps do more than update elements by their own gradient and state."""
 
 
 class _Bound(NamedTuple):
@@ -496,7 +496,7 @@ def sum_over(comm: Communicator, tensor: Tensor) -> None:
 
 
 _RUN = 1 << 22
-"""Elements of optimizer state that are copied or averaged at a time."""
+"""Number of elements of optimizer state that are copied or averaged at a time."""
 
 
 def held_of(tensor: Tensor) -> Tensor:
@@ -510,7 +510,7 @@ def local_of(tensor: Any) -> Tensor:
 
 
 def read_grads(grads: Iterable[Tensor | None], views: Iterable[Tensor]) -> None:
-    """Copy this rank's elements of gradients to ``views``; zeros for None."""
+    """Copy this rank's elements of gradients to ``views``; zeros where a gradient is None."""
     for grad, view in zip(grads, views, strict=True):
         if grad is None:
             view.zero_()

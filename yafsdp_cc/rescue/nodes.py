@@ -19,7 +19,7 @@ from yafsdp_cc.checkpoint.ranks import TICK, Group, place_in, together
 from yafsdp_cc.ranks.checks import all_gather_objects, named_ranks
 
 _PART = 1 << 19
-"""Bytes of one message: some milliseconds of a link of 1 Gbit/s, for which training may have to wait."""
+"""Bytes of one message between nodes: training may wait for it some milliseconds on a link of 1 Gbit/s."""
 _TAG = 71
 _PAUSE = 0.002
 """Seconds from a ``may_send`` that returned False to the next call."""
@@ -38,7 +38,7 @@ class Nodes:
         self.of = [names.index(each) for each in places]
         """For each rank, the index of its node in ``members``."""
         self.members = [[rank for rank, node in enumerate(self.of) if node == each] for each in range(len(names))]
-        """Ranks of each node."""
+        """For each node, its ranks."""
 
     @property
     def is_first(self) -> bool:

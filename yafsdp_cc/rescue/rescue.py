@@ -266,7 +266,7 @@ class Rescue:
                 found.append((saved, ""))
         if found:
             drop_unreduced(self._model)
-        for step, name in sorted(found, reverse=True):  # a snapshot comes before a checkpoint of the same step
+        for step, name in sorted(found, reverse=True):  # a snapshot is tried before a checkpoint of its step
             with trying(name):
                 if name or path is None:
                     extra, source = self._load_snapshot(self._folder / name)
@@ -333,7 +333,7 @@ class Rescue:
         if self._path is not None and self._save_every and self._steps % self._save_every == 0:
             wait_for_saves()  # each save holds a host copy of all state: with a slow disk, they would fill the memory
             self._save = save(self._path, self._model, self._optimizers, asynchronous=True, **self._extra())
-        if self._steps >= self._next:  # later than ``_next`` if a snapshot failed and the program went on
+        if self._steps >= self._next:  # ``_steps`` is larger if a snapshot failed and the program went on
             self._snapshot()
         # All ranks wait for a late snapshot after the same step, and without a deadlock. A rank that waits has issued
         # all collectives of the step, so the others end it, too. The background threads need nothing but each other:
