@@ -1,4 +1,4 @@
-"""Saves and loads compression's residuals and kept weights: unchanged for as many ranks, converted for other numbers.
+"""Saves and loads compression's residuals and kept weights; another number of ranks than saved gets converted ones.
 
 Kept weights are the gathered weights that deltas build on (``compression.all_gather``).
 """
@@ -104,7 +104,7 @@ def empty_state(
 ) -> dict[str, Any]:
     """Return tensors to load into: one for each entry of the checkpoint's ``sharded_state`` that the model uses.
 
-    With ``trains``, a warning names parameters whose residuals are left out, as the model encodes no gradients of them.
+    With ``trains``, a warning names parameters whose residuals are left out, as their gradients are not encoded here.
     ``extra`` and ``extras`` are as those of ``load_state``. A collective.
     """
     saved = {kind: {name for name, *_ in paths_in(contents, kind).values()} for kind in _KINDS}

@@ -164,7 +164,7 @@ def meet(call: str, model: nn.Module, settings: dict[str, object], *, beside: bo
         ranks = ranks_of(model, beside=beside)
         check_settings(settings, ranks.front, call)
     except RuntimeError as error:
-        if any(parameter.is_meta for parameter in model.parameters()):  # the error is raised on all ranks, with a name
+        if any(parameter.is_meta for parameter in model.parameters()):  # this error names the parameter, on all ranks
             raise
         raise RuntimeError(
             f"{call} is a collective, and not all ranks have called it, or one has ended: call it on every rank, not "

@@ -289,7 +289,7 @@ def _unpickle(content: bytes, path: Path) -> Metadata:
 
 
 def _check_contents(contents: Metadata) -> dict[str, int]:
-    """Check a table of contents, by name return each file's least size in bytes. Errors may be any ``Exception``.
+    """Return, by name, each file's least size in bytes; raise any ``Exception`` if ``contents`` are inconsistent.
 
     torch writes no checksum, and anybody can make a table.
     """

@@ -41,7 +41,7 @@ class StageCompression:
             send the others exactly.
         matrix_rank: columns of the factors that "powersgd" sends.
         hadamard: rotate each block before it is quantised and back afterwards, and round to nearest: without error
-            feedback, by scales that keep the decoded block along the original. For codecs with a scale for each block.
+            feedback, by scales that keep its component along the original. For codecs with a scale for each block.
         block: elements that share a scale.
     """
 

@@ -135,7 +135,7 @@ def _checked(
 
 def _is_like(key: str, value: Any, parameter: nn.Parameter) -> bool:
     is_like = isinstance(value, Tensor) and value.shape == parameter.shape and value.is_floating_point()
-    return is_like and key != "step"  # "step" has the shape of a parameter without dimensions
+    return is_like and key != "step"  # "step" is a scalar, as some parameters are
 
 
 def _fits(key: str, value: tuple[Any, ...], own: Any, parameter: nn.Parameter) -> bool:

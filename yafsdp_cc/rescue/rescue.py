@@ -233,7 +233,7 @@ class Rescue:
         if self._nodes.is_first:
             self._remove_all_but(snapshot)
         all_gather_objects(None, ranks.back)
-        if snapshot and len(self._nodes.members) > 1:  # files that one node alone has need a second copy
+        if snapshot and len(self._nodes.members) > 1:  # copy files again that only one node has now
             folder = self._folder / snapshot
             self._job = _in_thread(copy_to_buddies, files_in(folder), folder, self._nodes, ranks.back, self._may_send)
         is_later = any(each.parents[1] != self._folder for each in self._run.glob(f"*/step-*/{METADATA}"))
@@ -281,7 +281,7 @@ class Rescue:
         odd = [f"no state for '{key}'" for key in sorted(self._states.keys() - extra.keys())]
         more = sorted(extra.keys() - self._states - {STEPS})
         odd += [f"a state of '{key}' that nothing takes" for key in more]
-        if self._nodes.rank == 0 and odd and RANDOM in extra:  # else ``save``, or another number of ranks, saved
+        if self._nodes.rank == 0 and odd and RANDOM in extra:  # with RANDOM, ``extra`` is complete and by ``Rescue``
             warnings.warn(
                 f"Rescue.restore(): what was saved behind step {step} has {', '.join(odd)}. An object without a saved "
                 "state is left as the program made it: give each the name that it had",
