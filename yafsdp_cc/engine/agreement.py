@@ -36,15 +36,15 @@ if TYPE_CHECKING:
     from yafsdp_cc.engine.streams import CommHandle
 
 Operation: TypeAlias = "tuple[str, str, tuple[bool, ...], tuple[float, ...]]"
-"""Description of a collective, alike on all ranks: kind, name of the group, which parameters require the gradients that
-it sums, and by what each sum is divided."""
+"""Description of a collective, alike on all ranks: its kind, the name of the parameter group, whether each parameter of
+the group requires the gradient that the collective sums, and the divisor of each sum."""
 Describe: TypeAlias = "Callable[[CommHandle | None], str]"
-"""Function that says what this rank is doing, and which operation it waits for."""
+"""Function that returns, as text, what this rank is doing and for which operation (the argument) it waits."""
 
 _SHOWN = 6
-"""Number of operations, and of frozen parameters, that an error names for each rank."""
+"""Largest number of operations, and of frozen parameters, that an error message names for each rank."""
 _KNOWN = 1 << 16
-"""Largest number of entries of ``followers``, which all ranks clear at the same operation."""
+"""Largest number of entries of ``Agreement.followers``; all ranks clear it at the same operation."""
 _AGREED, _DIFFERENT = "agreed", "different"
 
 
@@ -54,34 +54,34 @@ class Agreement(StepState):
     Args:
         rank: index of this rank among ``ranks``.
         ranks: global ranks of the model.
-        group: process group of some or all of ``ranks``; over fake groups and ones written in Python nobody is asked.
+        group: process group of some or all of ``ranks``; ranks of fake groups and of groups in Python are not asked.
         device: device of the tensors that the group communicates.
     """
 
     count: int = history(0)
-    """Number of operations (collectives and noted decisions) so far."""
+    """Number of operations (collectives and recorded decisions) of this rank so far."""
     path: int = history(0)
-    """Hash of the operations since the last final reduce."""
+    """Hash of this rank's operations since the last ``FINAL_REDUCE``."""
     context: int = history(0)
-    """Hash of the last eight operations."""
+    """Hash of this rank's last eight operations."""
     hashes: dict[Operation, int] = history(dict)
     followers: dict[int, int] = history(dict)
-    """For each ``path`` and each ``context``, the hash of the operation that followed it the last time."""
+    """Hash of the operation that last followed each ``path`` and each ``context``, which are hashes, too."""
     last: deque[Operation] = history(partial(deque, maxlen=_SHOWN))
 
     def __init__(self, rank: int, ranks: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> None:
         self._rank, self.ranks, self._world, self._store = rank, list(ranks), len(ranks), _get_default_store()
         self.has_peers = self._world > 1 and not is_python_group(group) and backend_of(group, device) != "fake"
-        """Whether there are other ranks that answer questions over the store."""
+        """Whether this rank has other ranks to compare operations with over the store."""
         self._key = f"yafsdp_cc/fingerprint/{zlib.crc32(repr(list(ranks)).encode())}"
         if self.has_peers:
-            # A clone has a connection of its own: ``skip_together`` blocks the connection of the default store.
+            # The clone has its own connection to the store: ``skip_together`` blocks the connection of the original.
             self._store = self._store.clone()  # type: ignore[attr-defined]
             if (timeout := timeout_of(group)) is not None:
                 self._store.set_timeout(timeout)
-            # Every rank of the model makes its ``Agreement`` objects in one order: each gets one number on all ranks.
+            # All ranks make their ``Agreement`` objects in the same order: each object has the same number on all.
             self._key += f"/{self._store.add(f'{self._key}/times of {rank}', 1)}"
-        self._questions = itertools.count()  # no ``history`` member: after a skipped batch keys would be used again
+        self._questions = itertools.count()  # no ``history`` member: skipped batches would make it reuse store keys
         self._answered = ""
 
     def hash(self, operation: Operation) -> int:
@@ -89,7 +89,7 @@ class Agreement(StepState):
         return self.hashes.setdefault(operation, zlib.crc32(repr(operation).encode()))
 
     def follow(self, operation: Operation, flats: Sequence[FlatParam], describe: Describe) -> None:
-        """Ask all ranks for their next operation, unless ``operation`` followed the previous one the last time, too."""
+        """Compare ``operation`` with what all ranks are about to issue, unless this rank expects ``operation``."""
         usual = self.followers.get(self.path, self.followers.get(self.context))
         if not (self._goes_on(operation) if usual is None else usual == self.hash(operation)):
             self.ask(operation, flats, describe)
@@ -98,7 +98,7 @@ class Agreement(StepState):
         self.followers[self.path] = self.followers[self.context] = self.hash(operation)
 
     def _goes_on(self, operation: Operation) -> bool:
-        """Return whether ``operation`` is the one before on the next unit, also where up to three kinds take turns."""
+        """Return whether ``operation`` continues a series of unit numbers, of which up to three may take turns."""
         for period in range(1, _SHOWN // 2 + 1):
             before = list(self.last)[-2 * period :: period]
             if len(before) == 2 and (step := _next_number(*before)) is not None:
@@ -106,7 +106,7 @@ class Agreement(StepState):
         return False
 
     def ask(self, operation: Operation, flats: Sequence[FlatParam], describe: Describe) -> None:
-        """Ask all ranks for their next operation: a number in the store counts the answers and adds up the hashes."""
+        """Compare the next operations of all ranks: a number in the store counts the ranks and adds up their hashes."""
         key = f"{self._key}/{next(self._questions)}"
         own = zlib.crc32(f"{self.hash(operation)} {self.path}".encode())
         try:
@@ -125,7 +125,7 @@ class Agreement(StepState):
         self._answered = key
 
     def _forget(self, key: str) -> None:
-        """Remove the question ``key`` and its verdict from the store; ranks that answer a later one have read it."""
+        """Remove ``key`` and its verdict from the store: ranks that answer a later question have read the verdict."""
         with suppress(RuntimeError):  # some stores cannot remove keys
             for each in (key, f"{key}/over") if key else ():
                 self._store.delete_key(each)
@@ -144,8 +144,8 @@ class Agreement(StepState):
         return f"{self.count} operations, the last: {', '.join(' '.join(each[:2]) for each in list(self.last))}"
 
     def explain(self, error: RuntimeError, doing: str, following: str = "") -> RuntimeError:
-        """Return an error that adds to ``error``, of a collective, what each rank was doing. ``doing`` are lines about
-        this rank, ``following`` the operation that it was about to issue."""
+        """Return an error with the text of ``error``, about a collective, and what each rank was doing. ``doing`` are
+        lines about this rank, ``following`` names the operation that this rank was about to issue."""
         mine = f"{self.told()}{following}"
         if doing:
             mine += "\n    " + doing.replace("\n", "\n    ")
@@ -165,7 +165,7 @@ class Agreement(StepState):
 
 
 def _next_number(before: Operation, after: Operation) -> tuple[int, int] | None:
-    """Return the place of the only number by which the names of two groups differ, and the difference, else None."""
+    """Return where the names of two groups differ by one number, and by how much; None if more than that differs."""
     old, new = re.split(r"(\d+)", before[1]), re.split(r"(\d+)", after[1])
     places = [place for place, (one, other) in enumerate(zip(old, new, strict=False)) if one != other]
     is_like = before[0] == after[0] and before[2:] == after[2:] and len(old) == len(new)
@@ -175,7 +175,7 @@ def _next_number(before: Operation, after: Operation) -> tuple[int, int] | None:
 
 
 def wait_for_key(store: Store, key: str, world: int) -> str:
-    """Return what one of the ``world`` ranks sets ``key`` to.
+    """Wait until one of the ``world`` ranks has set ``key`` in the store; return the value.
 
     ``Store.wait`` would hold back Ctrl-C, so this function polls. The pauses grow with the time waited, so that the
     last one adds a tenth of that time at most, and with the number of ranks, which all poll.

@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 
 
 class Gated(Protocol):
-    """The object that a gate reports its backward to."""
+    """Object whose ``post_backward`` a gate calls in its backward (``GateGradFlow``)."""
 
     def post_backward(self, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
         """Handle the end of the backward of everything behind the gate; return the ``grads`` to pass on."""
 
 
 class GateGradFlow(torch.autograd.Function):
-    """Identity on an anchor and any number of tensors; its backward reports that everything behind it has run."""
+    """Identity on an anchor and any number of tensors; its backward tells ``gated`` that all behind it has run."""
 
     @staticmethod
     def forward(ctx: Any, gated: Gated, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -71,7 +71,7 @@ class Narrow(torch.autograd.Function):
 
 
 class Alias(torch.autograd.Function):
-    """Identity on a tensor, by a new node. Unlike a view's, the output's history is its own: ``detach_()`` works."""
+    """Identity on a tensor, with a node of its own. To autograd the output is no view, so ``detach_()`` works on it."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
@@ -85,11 +85,11 @@ class Alias(torch.autograd.Function):
 # ``Function.apply`` first searches its arguments for functorch's dead wrappers. No argument of a gate is one, and a
 # step makes as many calls as the model has parameters: call the base class's ``apply``.
 gate: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, GateGradFlow).apply
-"""``gate(gated, anchor, *tensors)``: the anchor and the tensors behind a gate."""
+"""``gate(gated, anchor, *tensors)`` returns the anchor and the tensors as outputs of a new ``GateGradFlow`` node."""
 narrow: Callable[[Tensor, FSDPParam, Tensor], Tensor] = super(torch.autograd.Function, Narrow).apply
-"""``narrow(anchor, param, view)``: the view, whose gradient goes to ``param``."""
+"""``narrow(anchor, param, view)`` returns ``view`` as the output of a ``Narrow`` node, which serves ``param``."""
 alias: Callable[[Tensor], Tensor] = super(torch.autograd.Function, Alias).apply
-"""``alias(tensor)``: the tensor behind a new node."""
+"""``alias(tensor)`` returns the tensor as the output of a new ``Alias`` node."""
 
 
 _ATOMS = (type(None), bool, int, float, str)
@@ -101,13 +101,13 @@ def map_tensors(tree: Any, change: Callable[[Tensor], Tensor], within: tuple[Any
     """Return ``tree`` with every tensor replaced by ``change(tensor)``; the same object where nothing changed.
 
     Looks into tuples, lists, dicts, dataclasses and whatever is registered with ``torch.utils._pytree``, such as the
-    output classes of Hugging Face models. Objects of any other type are returned unchanged, tensors in them, too, and
-    so are dataclasses that contain ``tree`` (``within``), such as the parent of a node.
+    output classes of Hugging Face models. Objects of any other type are returned unchanged, with the tensors in
+    them, and so are the dataclasses ``within``, which contain ``tree``, such as the parent of a tree's node.
     """
     if isinstance(tree, Tensor):
         return change(tree)
     kind = type(tree)
-    if kind in _ATOMS or (kind is dict and not tree):  # most calls have no keyword arguments
+    if kind in _ATOMS or (kind is dict and not tree):  # ``kwargs`` of most calls are empty
         return tree
     if kind is tuple or kind is list:
         changed = [map_tensors(item, change, within) for item in tree]
@@ -120,7 +120,7 @@ def map_tensors(tree: Any, change: Callable[[Tensor], Tensor], within: tuple[Any
         leaves, spec = node.flatten_fn(tree)
         changed = [map_tensors(leaf, change, within) for leaf in leaves]
         if kind is PackedSequence:
-            changed[1] = leaves[1]  # ``PackedSequence`` requires its batch sizes on the CPU
+            changed[1] = leaves[1]  # batch sizes, which ``PackedSequence`` requires on the CPU
         if all(new is old for new, old in zip(changed, leaves, strict=True)):
             return tree
         return node.unflatten_fn(changed, spec)
@@ -132,7 +132,7 @@ def map_tensors(tree: Any, change: Callable[[Tensor], Tensor], within: tuple[Any
 def _map_dataclass(tree: Any, change: Callable[[Tensor], Tensor], within: tuple[Any, ...]) -> Any:
     fresh = None
     for field in dataclasses.fields(tree):
-        old = getattr(tree, field.name, None)  # a field may have no value
+        old = getattr(tree, field.name, None)  # a dataclass field may have no value
         new = map_tensors(old, change, within)
         if new is not old:
             fresh = copy.copy(tree) if fresh is None else fresh
@@ -141,12 +141,12 @@ def _map_dataclass(tree: Any, change: Callable[[Tensor], Tensor], within: tuple[
 
 
 def convert_tensors(tree: Any, dtype: torch.dtype | None, device: torch.device | None = None) -> Any:
-    """Return ``tree`` with tensors on ``device`` and floating-point tensors in ``dtype``; None: unchanged."""
+    """Return ``tree`` with tensors on ``device`` and floating-point ones in ``dtype``; None leaves either as it is."""
     return tree if dtype is None and device is None else map_tensors(tree, lambda each: convert(each, dtype, device))
 
 
 def convert(tensor: Tensor, dtype: torch.dtype | None, device: torch.device | None = None) -> Tensor:
-    """Return ``tensor`` on ``device``, and in ``dtype`` if it is floating-point; None leaves it unchanged."""
+    """Return ``tensor`` on ``device``, and in ``dtype`` if it is floating-point; None leaves either as it is."""
     if device is not None and tensor.device != device:
         tensor = tensor.to(device, non_blocking=True)
     return tensor if dtype in (None, tensor.dtype) or not tensor.is_floating_point() else tensor.to(dtype)
@@ -155,7 +155,7 @@ def convert(tensor: Tensor, dtype: torch.dtype | None, device: torch.device | No
 def gate_tensors(
     through: Callable[[list[Tensor]], list[Tensor]], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments with every tensor that requires a gradient replaced by its output of ``through``."""
+    """Return a module's arguments with each tensor that requires a gradient replaced by what ``through`` returns."""
     if not kwargs and len(args) == 1 and type(args[0]) is Tensor:  # a fast path: most calls have one tensor
         gated = through([args[0]] if _takes_gate(args[0]) else [])
         return (tuple(gated) or args), kwargs
@@ -176,7 +176,7 @@ def gate_tensors(
 
 
 def _takes_gate(tensor: Tensor) -> bool:
-    """Return whether ``tensor`` may pass a gate: it gets a gradient, and it has views, which sparse tensors do not."""
+    """Return whether ``tensor`` may pass a gate: it requires a gradient and is not sparse (without views)."""
     return tensor.requires_grad and tensor.layout in (torch.strided, torch.jagged)
 
 
@@ -209,7 +209,7 @@ def hook_outputs(
         if address is not None and type(local) is Tensor and local.layout is torch.strided:
             tensor = tensor.clone() if local.untyped_storage().data_ptr() == address else tensor
         tensor = tensor if dtype is None else convert(tensor, dtype)
-        if hook is not None and tensor.grad_fn is not None:  # hooks would stay on a leaf, which no forward makes anew
+        if hook is not None and tensor.grad_fn is not None:  # no leaf, which outlives forwards and would collect hooks
             if tensor.grad_fn._sequence_nr() < newest and not tensor.is_nested:  # ``Alias`` takes no nested tensor
                 tensor = alias(tensor)
             tensor.register_hook(hook)

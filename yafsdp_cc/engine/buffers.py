@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from yafsdp_cc.engine.streams import CommStream
 
 _ALIGNMENT = 128
-"""Bytes: in a buffer each ``FlatParam`` begins at a multiple of this."""
+"""Number of bytes at multiples of which the parts of a buffer begin: flat parameters and scratch."""
 
 
 class Buffer:
@@ -47,35 +47,35 @@ class Buffer:
         self.data = allocate(nbytes, device, allocator)
         self.address = self.data.data_ptr()
         self.owner: object | None = None
-        """Group whose weights or gradients the buffer holds or is being filled with; None: nobody's."""
+        """Group whose weights or gradients the buffer holds or is being filled with; None if there is none."""
         self.used_for = ""
-        """Name of the group that took the buffer last, for errors; its reduce may still read a buffer without owner."""
+        """Name of the last group that used the buffer, for errors: its reduce may read it when ``owner`` is None."""
         self.versions: tuple[int, ...] = ()
         """Shard versions of the owner's weights in the buffer; weights are stale once their shard has a new version."""
         self.fills = 0
-        """Number of times that any group filled the buffer."""
+        """Number of all-gathers into the buffer so far, of any group."""
         self.filled_in = 0
-        """Number of forwards and backwards (``GroupContext.passes``) before the last fill."""
+        """Value of ``GroupContext.passes`` (forwards and backwards so far) at the last all-gather into the buffer."""
         self.expired: Collection[object] = ()
         """Each ``FlatParam`` of the owner that must be gathered anew though its version is in ``versions``."""
         self.users = 0
-        """Number of forwards and backwards under way that read or write the content."""
+        """Number of forwards and backwards under way that read or write the buffer's content."""
         self.handle = stream.handle()
-        """The last operation that fills or reads the buffer."""
+        """Handle of the last operation that fills or reads the buffer."""
         self.last_use: torch.Event | None = None
-        """CUDA event behind all uses so far, on whatever streams; a refill waits for it. None on a CPU."""
+        """CUDA event behind all uses of the buffer so far, on any stream; a refill waits for it. None on a CPU."""
         self._home = stream.caller()
 
     def __del__(self) -> None:
-        # The allocator reuses the memory on the stream that allocated it. That stream must first wait for uses on other
-        # streams, and for a prefetch that nobody waited for, which may still write here and read freed shards.
+        # The allocator reuses this memory on the stream that allocated it. That stream must first wait for uses on
+        # other streams, and for a prefetch that nobody waited for: it may still write here, and read freed shards.
         if self._home is not None and not sys.is_finalizing():
             self.handle.wait(self._home)
             if self.last_use is not None:
                 self.last_use.wait(self._home)
 
     def view(self, start: int, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return ``numel`` elements of ``dtype`` from byte ``start`` on."""
+        """Return a view of ``numel`` elements of ``dtype`` that begins at byte ``start`` of the buffer."""
         return self.data.narrow(0, start, numel * dtype.itemsize).view(dtype)
 
 
@@ -84,7 +84,7 @@ class BufferPool:
 
     Args:
         count: number of buffers that groups take in turn.
-        dedicated: number of buffers that one group each has to itself.
+        dedicated: number of further buffers, each for one group alone.
         nbytes: bytes of each buffer.
         allocator: process group whose registered memory the buffers use; None: ordinary memory.
     """
@@ -112,7 +112,7 @@ class BufferPool:
 
 
 def offsets_of(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Return the byte offsets of parts of these sizes, one after another in a buffer, and the end of the last."""
+    """Return byte offsets of parts of these ``sizes``, aligned and in sequence in a buffer, and the last one's end."""
     offsets, end = [], 0
     for size in sizes:
         offsets.append(end)

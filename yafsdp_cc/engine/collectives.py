@@ -1,6 +1,6 @@
 """The exact collectives of a parameter group (see ``protocols``), and hashes of the collectives that a rank issues.
 
-Gradients are summed on the network and divided once, at the end, over the shard (``param.ShardedGrad``).
+Gradients are summed over ranks; each rank divides the sum of its shard once, at the end (``param.ShardedGrad``).
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
     from yafsdp_cc.engine.param import FlatParam
 
 _SUMMED_DTYPES = (torch.float32, torch.float64)
-"""Dtypes that are summed without a cast; others are cast to fp32."""
+"""Dtypes that sums of gradients keep; gradients of other dtypes, or NCCL's sums of them, are cast to fp32."""
 _SUM_PART = 1 << 19
-"""Elements of a part of a sum on a CPU: 2 MiB of fp32, which fits in the processor's cache."""
+"""Number of elements that a CPU sums at a time: 2 MiB of fp32, which fit in the processor's cache."""
 _PREPARED = 1 << 23
-"""Elements of a shard up to which it is cast on the caller's stream before its all-gather: 16 µs on an H100."""
+"""Most elements of a shard that is cast on the caller's stream before its all-gather, in 16 µs on an H100."""
 _CAST_PART = 1 << 20
-"""Elements of all ranks' chunks together that a sum casts to fp32 at once."""
+"""Number of elements, of all ranks' chunks together, that a sum casts to fp32 at a time."""
 
 
 def sum_scale(dtype: torch.dtype, world: int) -> int:
-    """Return a power of two to divide summands by: about √world in fp16, where sums overflow
-    and gradients / world underflow, else 1."""
+    """Return a power of two by which gradients are divided before the sum over ranks: about √world in fp16, in which
+    undivided sums overflow and gradients divided by ``world`` underflow; else 1."""
     return 1 << ((world - 1).bit_length() + 1) // 2 if dtype == torch.float16 else 1
 
 
@@ -40,7 +40,7 @@ class ExactAllGather(AllGather):
     [Note: casts between collectives] A kernel that casts a small shard takes microseconds, but on a busy GPU it waits
     for a free multiprocessor, as the collective behind it does once more. On the communication stream the network
     would stand still all the while. So small shards are cast on the stream of the computation that used the buffer, as
-    soon as that has ended.
+    soon as that computation has ended.
     """
 
     has_finish = False
@@ -70,18 +70,18 @@ class ExactAllGather(AllGather):
         is_prepared, self._is_prepared = self._is_prepared, False
         if not is_prepared:
             source = self.flat.send_buffer(own, in_place=comm.is_gloo or comm.world == 1 or bool(chunks))
-        self.sent_bytes = (comm.world - 1) * own.nbytes  # in subclasses ``planned_bytes`` are those of encoded weights
+        self.sent_bytes = (comm.world - 1) * own.nbytes  # ``planned_bytes`` of subclasses counts encoded weights
         return comm.all_gather(output, source, async_op, chunks)
 
 
 class ExactReduceScatter(ReduceScatter):
-    """A sum in rank order in fp32 (fp64 for fp64); over NCCL, in NCCL's order and in the dtype that is sent.
+    """A reduce-scatter that adds in rank order, in fp32 or fp64; over NCCL, in NCCL's order and in the dtype sent.
 
     Args:
         numel: elements of the unsharded gradients, world * chunk.
         dtype: dtype of the unsharded gradients.
         casts: whether ``finish`` casts NCCL's bf16 sums to fp32; CUDA can divide them in fp32 without a cast.
-        chunks: elements of each rank's chunk where they differ.
+        chunks: number of elements of each rank's chunk; empty if all are equal.
     """
 
     defers = False
@@ -93,7 +93,7 @@ class ExactReduceScatter(ReduceScatter):
         super().bind(context)
         comm = context.comm
         chunk = self._chunks[comm.rank] if self._chunks else self._numel // comm.world
-        # a local sum is in fp32, which does not overflow: no scale
+        # no scale for local sums: they are in fp32, which does not overflow
         self._scale = sum_scale(self._dtype, comm.world) if comm.reduces_in_place else 1
         self._received_numel = chunk if comm.world == 2 else chunk * comm.world
         self._planned_bytes = (self._numel - chunk) * self._dtype.itemsize
@@ -128,22 +128,22 @@ class ExactReduceScatter(ReduceScatter):
         first, others = own, own.view(1, -1).narrow(0, 0, 0)
         if chunk and not comm.reduces_in_place:
             received = self.context.scratch.take("received chunks", self._received_numel, self._dtype).view(-1, chunk)
-            # of two summands the order makes no difference
+            # the order of two summands makes no difference
             first, others = (own, received) if comm.world == 2 else (received[0], received[1:])
-        for start in range(0, chunk, self._part or 1):  # a rank may own no element: a step of 0 would raise
+        for start in range(0, chunk, self._part or 1):  # ``range`` refuses a step of 0, on a rank without elements
             numel = min(self._part, chunk - start)
             yield start, self._sum(first.narrow(0, start, numel), others.narrow(1, start, numel))
 
     def _sum(self, total: Tensor, others: Tensor) -> Tensor:
         """Return the sum of the first rank's elements [n] and those of other ranks [ranks - 1, n], in this order."""
-        if not self._sums_as_sent:  # cast into scratch, as an addition of two dtypes would allocate
+        if not self._sums_as_sent:  # cast into scratch memory, as adding two dtypes would allocate
             ranks, numel = 1 + others.shape[0], total.numel()
             scratch = self.context.scratch.take("fp32 sum", ranks * numel, torch.float32).view(ranks, numel)
             scratch[0].copy_(total)
             total, others = scratch[0], scratch[1:].copy_(others)
-        if others.shape[0] and total.is_cpu:  # one call adds row by row; ``torch.sum`` has an order of its own
+        if others.shape[0] and total.is_cpu:  # ``index_add_`` adds row by row; ``torch.sum`` has its own order
             total.view(1, -1).index_add_(0, self._place, others)
-        else:  # ``index_add_`` on CUDA would add in any order
+        else:  # on CUDA ``index_add_`` would add in any order
             for other in others:
                 total.add_(other)
         return total if self._scale == 1 else total.mul_(self._scale)
@@ -151,29 +151,29 @@ class ExactReduceScatter(ReduceScatter):
 
 _MASK = (1 << 64) - 1
 _LONG, _SHORT = 1_000_003, 256 * 1_000_003
-"""Factors of running hashes; a hash that is multiplied eight times by ``_SHORT`` keeps no bit of its old value."""
+"""Factors of running 64-bit hashes: eight multiplications by ``_SHORT`` shift out all bits of an old value."""
 FINAL_REDUCE = "final reduce"
-"""The kind of the operation behind which gradients are final."""
+"""Kind of the operation that ends a backward: after it, gradients are final in ``.grad``."""
 
 
 class CollectiveFingerprint(Agreement):
     """Hashes of the collectives that this rank has issued, which say whether all ranks expect the next one."""
 
     def record(self, kind: str, name: str) -> None:
-        """Note a decision about the group ``name``, which all ranks have made alike, as one more operation."""
+        """Add a decision about the group ``name``, which all ranks have made alike, to the hashes of operations."""
         operation = (kind, name, (), ())
         self._add(operation, self.hash(operation))
 
     def agree(
         self, kind: str, name: str, flats: Sequence[FlatParam] = (), describe: Describe = lambda waited: ""
     ) -> None:
-        """Return once all ranks are known to issue the same operation next.
+        """Wait until all ranks are known to issue the same operation next.
 
         Args:
             kind: what the operation does.
-            name: name of the group that it is issued for.
-            flats: flat parameters whose gradients it sums.
-            describe: says what this rank is doing, for the error.
+            name: name of the group that the operation is issued for.
+            flats: flat parameters whose gradients the operation sums.
+            describe: function that returns what this rank is doing, for the error.
 
         Raises:
             RuntimeError: ranks issue different operations, or a rank issues none within the time-out.

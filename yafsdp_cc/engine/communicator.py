@@ -27,11 +27,11 @@ Works: TypeAlias = "Sequence[dist.Work]"
 """Asynchronous operations to wait for; () where the current stream orders them."""
 
 _GATHERED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-"""Dtypes that every backend gathers; tensors of others are gathered as bytes."""
+"""Dtypes that every backend gathers; tensors of other dtypes are gathered as bytes."""
 _TWO_RANK_MESSAGE, _MANY_RANK_MESSAGE = 1 << 14, 1 << 17
-"""Bytes from which point-to-point messages beat gloo's collectives over slow links, for two ranks and for more."""
+"""Bytes of a chunk from which point-to-point messages beat gloo's collectives on slow links: two ranks; more."""
 _MOST_BROADCASTS = 16
-"""Ranks of a gloo group up to which broadcasts take less processor time than gloo's all-gather."""
+"""Most ranks of a gloo group for which broadcasts take less processor time than gloo's all-gather."""
 _GATHER_TAG, _MESSAGE_TAG = 1, 2
 
 
@@ -69,7 +69,7 @@ class Communicator:
         self._to_one_options = ReduceOptions()
 
     def split(self, buffer: Tensor, chunks: Sequence[int] = ()) -> Sequence[Tensor]:
-        """Return the chunk of each rank in ``buffer``."""
+        """Return views of the chunks in ``buffer``, one for each rank."""
         return buffer.split(chunks) if chunks else buffer.chunk(self.world)
 
     def own_chunk(self, buffer: Tensor, chunks: Sequence[int] = ()) -> Tensor:
@@ -78,7 +78,7 @@ class Communicator:
         return buffer.narrow(0, sum(chunks[: self.rank]) if chunks else self.rank * numel, numel)
 
     def all_gather(self, output: Tensor, source: Tensor, async_op: bool, chunks: Sequence[int] = ()) -> Works:
-        """Fill ``output`` with every rank's ``source`` of the same dtype.
+        """All-gather every rank's ``source`` into ``output``, which has the same dtype.
 
         Over gloo, and with ``chunks``, ``source`` must be this rank's own chunk of ``output``.
         """
@@ -102,7 +102,7 @@ class Communicator:
         return works
 
     def reduce_scatter(self, buffer: Tensor, async_op: bool, chunks: Sequence[int] = ()) -> Works:
-        """Sum ``buffer`` over ranks into this rank's own chunk of it, in its dtype (NCCL alone)."""
+        """Reduce-scatter ``buffer`` in its dtype: this rank's own chunk becomes the sum over ranks. NCCL alone."""
         if not chunks:
             self._scatter_options.asyncOp = async_op
             return _works(self.group._reduce_scatter_base(self.own_chunk(buffer), buffer, self._scatter_options))
@@ -116,8 +116,8 @@ class Communicator:
     def all_to_all(self, received: Tensor, sent: Tensor, async_op: bool, chunks: Sequence[int] = ()) -> Works:
         """Send every rank its chunk of ``sent``.
 
-        ``received`` is [world * n] in rank order, where this rank's chunk has n elements; between two ranks [n], what
-        the other sends.
+        ``received`` is [world * n] in rank order, where this rank's chunk has n elements; between two ranks it is
+        [n], the other rank's part alone.
         """
         if self._is_slow and self._prefers_messages(sent.nbytes):
             parts = [received] * 2 if self.world == 2 else list(received.view(self.world, -1))
@@ -165,13 +165,13 @@ class Communicator:
         return self.device.type == "cpu" and nbytes // self.world >= limit
 
     def _send_messages(self, received: Sequence[Tensor], sent: Sequence[Tensor], tag: int) -> Works:
-        """Send each other rank its part of ``sent``, all at once; empty parts are skipped."""
+        """Exchange the parts of ``sent`` and ``received`` with all other ranks at once; skip empty parts."""
         peers = [(self.rank + step) % self.world for step in range(1, self.world)]
         works = [self.group.recv([received[peer]], peer, tag) for peer in reversed(peers) if received[peer].numel()]
         return works + [self.group.send([sent[peer]], peer, tag) for peer in peers if sent[peer].numel()]
 
     def _swap(self, received: Tensor, sent: Tensor, async_op: bool) -> Works:
-        """Exchange ``sent`` for ``received`` with the other of two ranks."""
+        """Send ``sent`` to the other of two ranks, and receive ``received`` from it."""
         theirs, ours = ([0, each.numel()] if self.rank == 0 else [each.numel(), 0] for each in (received, sent))
         self._exchange_options.asyncOp = async_op
         return _works(self.group.alltoall_base(received, sent, theirs, ours, self._exchange_options))
@@ -182,7 +182,7 @@ def _works(work: dist.Work | None) -> list[dist.Work]:
 
 
 class ScratchBuffers:
-    """Buffers that the collectives of one stream share, one operation at a time. They grow and never shrink."""
+    """Named scratch buffers that the operations of one stream use in turn. The buffers grow and never shrink."""
 
     def __init__(self, device: torch.device, allocator: dist.ProcessGroup | None = None) -> None:
         self._place = device, allocator

@@ -11,13 +11,13 @@ from yafsdp_cc.engine.streams import CommHandle, CommStream, Finish, Start
 
 
 class CudaCommHandle(CommHandle):
-    """A handle with an event behind the completion callback, or, once there is a next operation, right before that.
+    """A handle whose event comes behind the completion callback or, with a next operation, right before the latter.
 
     [Note: collectives first] A kernel of a collective that becomes ready together with a matrix product loses: the
     product takes all multiprocessors, and the network stands still until it is over, 0.7 ms on an H200. So whoever
-    waits for an operation also waits until the next one of the stream is free to begin; what that one waits for is
-    older than the caller's next work. The event comes by way of a third stream, the relay, and so some two microseconds
-    later than the collective: recorded on the side stream, it let the product begin first all the same.
+    waits for an operation also waits until the next one of the stream is free to begin; what the next one waits for
+    is older than the caller's next work. The event comes by way of a third stream, the relay, some two
+    microseconds later than the collective: recorded on the side stream, it let the product begin first all the same.
     """
 
     __slots__ = ("device_index", "event")
@@ -28,7 +28,7 @@ class CudaCommHandle(CommHandle):
         self.event = torch.Event("cuda", enable_timing=False)
 
     def wait(self, stream: torch.Stream | None = None) -> None:
-        if self.pending:  # ``pending`` is never cleared: every stream that uses the result must wait
+        if self.pending:  # ``pending`` is never cleared: every stream that uses the collective's result must wait
             self.event.wait(stream or torch.accelerator.current_stream(self.device_index))
 
     def is_running(self) -> bool:
@@ -42,7 +42,7 @@ class CudaCommStream(CommStream):
 
     The caller's stream is the current stream of ``device``, whatever device is current. Callers are the user's thread
     and autograd's, which runs a node on the stream of its forward. Current streams come from ``torch.accelerator`` by
-    the device's index: ``torch.cuda.current_stream`` makes an object in Python for each of some 15 questions a group.
+    the device's index: ``torch.cuda.current_stream`` makes a Python object in each of some 15 calls per group.
     """
 
     is_ordered = True
@@ -86,7 +86,7 @@ class CudaCommStream(CommStream):
     def record(self, event: torch.Event | None = None) -> torch.Event:
         caller = self.caller()
         if event is not None:
-            event.wait(caller)  # there are users on several streams: the event must come after all of them
+            event.wait(caller)  # the new event must also come behind ``event``, recorded on another stream perhaps
         event = event or torch.Event("cuda", enable_timing=False)
         event.record(caller)
         return event
@@ -97,7 +97,7 @@ class CudaCommStream(CommStream):
 
     def wait_event(self, event: torch.Event) -> None:
         self.side.wait_event(event)
-        torch.cuda.current_stream(self.device_index).wait_event(event)  # the user's event may be one of ``torch.cuda``
+        torch.cuda.current_stream(self.device_index).wait_event(event)  # the user may pass a ``torch.cuda.Event``
 
     def caller(self) -> torch.Stream:
         return torch.accelerator.current_stream(self.device_index)
@@ -105,7 +105,7 @@ class CudaCommStream(CommStream):
 
 @contextmanager
 def on_stream(stream: torch.Stream) -> Iterator[None]:
-    """Make ``stream`` the current one of its device, as ``torch.cuda.stream`` does with more work for the host."""
+    """Make ``stream`` current on its device within the block, with less host work than ``torch.cuda.stream``."""
     device_index: int = stream.device_index
     before, current_device = torch.accelerator.current_stream(device_index), torch.accelerator.current_device_index()
     torch.accelerator.set_stream(stream)

@@ -1,4 +1,4 @@
-"""Sums over replicas (HSDP).
+"""Sums of gradients over the replicas of a sharded model (HSDP).
 
 The sum over a shard's ranks is summed once more over the ranks that have the same shard:
 
@@ -45,10 +45,10 @@ class ExactAllReduce(AllReduce):
 
 
 class PartialReduceOutput(StepState):
-    """The partial sum of one ``FlatParam``: [chunk] fp32 or fp64."""
+    """Gradients of one ``FlatParam``, summed over a shard and not yet over replicas: [chunk] fp32 or fp64."""
 
     used: list[bool] | None = unreduced(None)
-    """For each parameter, whether this rank has written a gradient; None while the sum is empty."""
+    """For each parameter, whether this rank's gradient is in the partial sum; None while the sum is empty."""
 
     def __init__(self, replicas: ReplicaSums, flat: FlatParam, all_reduce: AllReduce) -> None:
         self.flat = flat
@@ -56,7 +56,7 @@ class PartialReduceOutput(StepState):
         self.handle = replicas.stream.handle()
         self.all_reduce = all_reduce
         self._replicas = replicas
-        # On a CPU several all-reduces are in flight at once: each needs its own scratch.
+        # On a CPU several all-reduces are in flight at once: each needs its own scratch buffers.
         self._scratch = None if replicas.stream.is_ordered else ScratchBuffers(flat.device)
         context = replicas.context
         all_reduce.bind(context if self._scratch is None else context._replace(scratch=self._scratch))
@@ -67,7 +67,7 @@ class PartialReduceOutput(StepState):
         return self.total.nbytes + (0 if self._scratch is None else self._scratch.nbytes)
 
     def add(self, parts: Iterable[tuple[int, Tensor]], used: Sequence[bool]) -> None:
-        """Add the sum of one backward to the partial sum; if this backward sums over replicas, issue the all-reduce."""
+        """Add a backward's sum over the shard to the partial sum; issue the all-reduce if it sums over replicas."""
         self.handle.wait()
         for start, part in parts:
             target = self.total.narrow(0, start, part.numel())
@@ -80,9 +80,9 @@ class PartialReduceOutput(StepState):
             self.issue_all_reduce()
 
     def issue_all_reduce(self) -> None:
-        """Issue the all-reduce over replicas, whose result is added to ``.grad``."""
+        """Issue the all-reduce of the partial sum over replicas, whose result is added to ``.grad``."""
         stream = self._replicas.stream
-        # the current stream has written the sum (in a reduce's ``finish``), or has waited for the reduces
+        # the current stream has written the partial sum (in a reduce's ``finish``), or has waited for the reduces
         stream.wait_for_caller()
         stream.issue(self.handle, partial(self.all_reduce.start, self.total), self._finish)
         self._replicas.count_bytes(self.all_reduce.sent_bytes)
@@ -100,7 +100,7 @@ class ReplicaSums(StepState):
     Args:
         context: communicator and scratch buffers of the replicas.
         stream: stream that runs nothing but sums over replicas.
-        count_bytes: called with the bytes that this rank sends.
+        count_bytes: function that gets the number of bytes that this rank sends in an all-reduce.
     """
 
     sums: bool = history(True)
@@ -118,7 +118,7 @@ class ReplicaSums(StepState):
         flat.add_sum = output.add
 
     def all_reduce_kept(self) -> None:
-        """Sum over replicas the partial sums that earlier backwards left and this backward did not reduce.
+        """All-reduce the partial sums that earlier backwards have left and this backward has not all-reduced.
 
         The all-reduces are issued in the same order on all ranks, with no other all-reduce in flight.
         """
@@ -143,5 +143,5 @@ class ReplicaSums(StepState):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the partial sums and their scratch."""
+        """Bytes of all partial sums and of the scratch buffers of their all-reduces."""
         return self.context.scratch.nbytes + sum(output.nbytes for output in self.outputs)

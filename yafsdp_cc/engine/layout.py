@@ -46,10 +46,10 @@ if TYPE_CHECKING:
 
 
 ALIGNMENT = 256
-"""Elements of a codec's block, at multiples of which parameters begin: no block has elements of two parameters."""
+"""Number of elements in a codec's block. Parameters begin at multiples of it: no block has elements of two."""
 
 VECTOR = 32
-"""Elements at multiples of which unencoded parameters begin: 128 bytes in fp32, 64 bytes in bf16."""
+"""Number of elements at multiples of which unencoded parameters begin: 128 bytes in fp32, 64 bytes in bf16."""
 
 
 def align(numel: int, multiple: int = ALIGNMENT) -> int:
@@ -71,11 +71,11 @@ class Extent(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """Extents of a group's parameters in a buffer of one chunk for each rank."""
+    """Places of parameters in a flat buffer, which consists of one chunk for each rank."""
 
     extents: tuple[Extent, ...]
     chunks: tuple[int, ...]
-    """Elements of each rank's chunk; the chunks follow one another."""
+    """Number of elements of each rank's chunk, in the order of the chunks in the buffer."""
 
     @classmethod
     def of(
@@ -90,9 +90,9 @@ class Layout:
         Args:
             shapes: shapes of the parameters.
             world: number of chunks.
-            alignment: elements that parameters and chunks begin at multiples of.
-            owners: for each parameter, the ranks of its equal parts, each of which lies in one rank's chunk; in
-                ascending order over all parameters. Empty: chunks are equal.
+            alignment: number of elements at multiples of which parameters and chunks begin.
+            owners: for each parameter, the ranks in whose chunks its equal parts lie, in ascending order over all
+                parameters. Empty: chunks are equal.
         """
         extents: list[Extent] = []
         offset = 0
@@ -107,7 +107,7 @@ class Layout:
             for rank in ranks:
                 chunks[rank] += extent.numel // len(ranks)
             chunks[ranks[-1]] += -extent.numel % alignment
-        # secondary shards (hpZ) are equal parts of the buffer: its length must be divisible by the ranks
+        # secondary shards (hpZ) are equal parts of the buffer: ``world`` must divide the length of the buffer
         chunks[-1] += -offset % (alignment * world)
         return cls(tuple(extents), tuple(chunks))
 
@@ -117,17 +117,17 @@ class Layout:
 
     @cached_property
     def uneven_chunks(self) -> tuple[int, ...]:
-        """``chunks``, or () where they are equal."""
+        """``chunks``, or () where all chunks are equally long."""
         return () if len(set(self.chunks)) == 1 else self.chunks
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        """Offset of each chunk, and the end of the last one."""
+        """Offset of each chunk in the buffer, and the end of the last chunk."""
         return tuple(accumulate(self.chunks, initial=0))
 
     def runs(self, without: int = -1) -> Sequence[range]:
-        """Return runs of adjacent ranks whose chunks are equally long and not empty, so that one kernel can serve each;
-        a rank that is left out (``without``) ends a run."""
+        """Return runs of adjacent ranks whose chunks are equally long and not empty, so that one kernel can serve each
+        run; the rank ``without`` is left out, and ends a run."""
         if without not in self.known_runs:
             ranks = [rank for rank, chunk in enumerate(self.chunks) if chunk and rank != without]
             alike = groupby(enumerate(ranks), lambda each: (self.chunks[each[1]], each[1] - each[0]))
@@ -137,22 +137,22 @@ class Layout:
 
     @cached_property
     def known_runs(self) -> dict[int, list[range]]:
-        """Results of ``runs`` by ``without``: each step asks again, and there may be thousands of ranks."""
+        """Known results of ``runs`` by ``without``: each step calls it again, and there may be thousands of ranks."""
         return {}
 
     @cached_property
     def numel(self) -> int:
-        """Elements of the whole buffer, padding included."""
+        """Number of elements of the whole flat buffer, padding included."""
         return self.starts[-1]
 
     @property
     def places(self) -> list[tuple[int, tuple[int, ...]]]:
-        """Offset and shape of each parameter."""
+        """Offset and shape of each parameter in the flat buffer."""
         return [(extent.offset, extent.shape) for extent in self.extents]
 
     @cached_property
     def gaps(self) -> tuple[tuple[int, int], ...]:
-        """Half-open ranges of the buffer that belong to no parameter."""
+        """Half-open ranges of the flat buffer that belong to no parameter: the padding."""
         starts = [*(extent.offset for extent in self.extents), self.numel]
         ends = [0, *(extent.end for extent in self.extents)]
         return tuple((end, start) for end, start in zip(ends, starts, strict=True) if start > end)
@@ -164,7 +164,7 @@ class Layout:
         return (*(0,) * first, *inside, *(extent.numel,) * (len(self.starts) - last))
 
     def owned(self, extent: Extent, rank: int) -> tuple[int, int]:
-        """Return the half-open range of ``rank``'s chunk that holds its part of the parameter, perhaps empty."""
+        """Return the half-open range of ``rank``'s chunk that holds elements of the parameter, perhaps none."""
         first, last = self.starts[rank : rank + 2]
         start = min(max(extent.offset, first), last)
         return start - first, max(min(extent.end, last), start) - first
@@ -174,7 +174,7 @@ class Layout:
 
 
 DIVIDED_AS = "_yafsdp_cc_divided_as"
-"""Name of the attribute that holds a parameter's ``TensorParallel`` if placements do not tell (``forms/spmd.py``)."""
+"""Name of a DTensor's attribute: its ``TensorParallel``, if placements do not tell the division (``forms/spmd.py``)."""
 
 
 @lru_cache(maxsize=64)
@@ -226,7 +226,7 @@ class TensorParallel:
     def _strides(self) -> tuple[int, ...]:
         return make_contiguous_strides_for(self.shape)
 
-    # in a backward grad mode is off, but a forward that checkpointing runs again there differentiates this DTensor
+    # in a backward grad mode is off, but a forward that checkpointing reruns in it differentiates this DTensor
     @torch.enable_grad()
     def wrap_unsharded(self, view: Tensor) -> DTensor:
         """Return the DTensor on the tensor-parallel mesh whose local tensor is ``view``; differentiable."""
@@ -235,12 +235,12 @@ class TensorParallel:
         )
 
     def local_of(self, full: Tensor) -> Tensor:
-        """Return this rank's elements of a whole tensor, as a view of it."""
+        """Return this rank's elements of ``full``, the whole tensor, as a view."""
         return full[tuple(slice(start, start + size) for size, start in zip(*self._sizes_and_offsets, strict=True))]
 
     @cached_property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """Process groups of ranks that hold different elements: a reduction over each in turn reaches all of them."""
+        """Process groups of ranks with different elements: a reduction over each in turn covers the parameter."""
         return self.groups_of(Shard)
 
     def groups_of(self, kind: type[Placement]) -> tuple[dist.ProcessGroup, ...]:
@@ -250,7 +250,7 @@ class TensorParallel:
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """Return this rank's elements of a tensor, which may be a DTensor; outside of autograd."""
+    """Return this rank's elements of a tensor, perhaps a DTensor, detached from autograd's graph."""
     return tensor._local_tensor.detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
@@ -259,7 +259,7 @@ class ShardSpec:
     """How one parameter is sharded across the ranks of a mesh (shard), or (replicate, shard).
 
     Args:
-        name: the parameter's full name, for errors. ``fully_shard`` on a part of a model does not know it yet.
+        name: the parameter's full name, for errors. ``fully_shard`` on a part of a model does not know that yet.
         shape: shape of the parameter, or of its local tensor where ``tensor_parallel`` is given.
         mesh: the mesh whose last dimension the parameter is sharded across.
         bounds: ``world + 1`` offsets: rank r of that dimension holds the row-major elements
@@ -282,7 +282,7 @@ class ShardSpec:
     """Weak reference to the ``FSDPParam`` that this spec shards (``param.owner_of``); None outside of an engine."""
     owners: tuple[int, ...] = ()
     dtensor_specs: dict[torch.dtype, DTensorSpec] = field(default_factory=dict, init=False, repr=False)
-    """DTensor's own spec for each dtype of tensors sharded like this one (``tensor/dtensor.py``)."""
+    """Torch's ``DTensorSpec``, by dtype, of tensors that are sharded by this ``ShardSpec`` (``tensor/dtensor.py``)."""
 
     def __post_init__(self) -> None:
         if self.mesh.ndim > 2:
@@ -304,7 +304,7 @@ class ShardSpec:
 
     @cached_property
     def rank(self) -> int:
-        """This rank's number along the shard dimension."""
+        """Index of this rank along the shard dimension of the mesh."""
         return shard_rank(self.mesh)
 
     @cached_property
@@ -328,7 +328,7 @@ class ShardSpec:
         return bool(self.owners) and self.bounds != self.update_bounds
 
     def local_range(self) -> tuple[int, int]:
-        """Return the half-open row-major range that this rank holds."""
+        """Return the half-open range of the parameter's row-major elements that this rank holds."""
         return (0, self.numel) if self.bounds is None else (self.bounds[self.rank], self.bounds[self.rank + 1])
 
     @cached_property
@@ -349,20 +349,20 @@ class ShardSpec:
 
     @cached_property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """Process groups of ranks that hold different elements: a reduction over each in turn reaches all of them."""
+        """Process groups of ranks with different elements: a reduction over each in turn covers the parameter."""
         return (shard_group(self.mesh), *(() if self.tensor_parallel is None else self.tensor_parallel.groups))
 
     def local_of(self, unsharded: Tensor) -> Tensor:
-        """Return this rank's elements, in the local shape, of a tensor of ``shape``."""
+        """Return this rank's elements, as a ``local_shape`` view, of a tensor of ``self.shape``."""
         start, stop = self.local_range()
         return unsharded.reshape(-1)[start:stop].view(self.local_shape)
 
     def local_of_full(self, full: Tensor) -> Tensor:
-        """Return this rank's elements, in the local shape, of a tensor of ``global_shape``."""
+        """Return this rank's elements, as a ``local_shape`` view, of a tensor of ``self.global_shape``."""
         return self.local_of(full if self.tensor_parallel is None else self.tensor_parallel.local_of(full))
 
     def matches(self, other: ShardSpec) -> bool:
-        """Return whether local tensors of both specs hold the same elements of tensors of one shape."""
+        """Return whether tensors of this spec and ``other`` have one shape, and local tensors the same elements."""
         divided = operator.attrgetter("shape", "bounds", "mesh", "tensor_parallel", "local_shape")
         return divided(self) == divided(other)
 
@@ -373,4 +373,4 @@ class ShardSpec:
         return f"'{self.name}' (sharded {list(self.global_shape)}, this rank holds {held} of {whole} elements)"
 
     def __deepcopy__(self, memo: object) -> ShardSpec:
-        return self  # a parameter, its gradient and its optimizer state share one spec; a mesh cannot be copied
+        return self  # a parameter, its gradient and its optimizer state share a ``ShardSpec``; a mesh cannot be copied

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 _graph_task = torch._C._current_graph_task_id
 _GRAD_REFERENCES, _LOCAL_REFERENCES = 2, 3
-"""Results of ``sys.getrefcount`` for a gradient, and for its local tensor, that only their ``FSDPParam`` refers to."""
+"""Results of ``sys.getrefcount`` for a gradient and for its local tensor if only an ``FSDPParam`` refers to them."""
 
 
 class FSDPParam(StepState):
@@ -41,19 +41,19 @@ class FSDPParam(StepState):
 
     Args:
         spec: how the parameter is sharded.
-        sites: the modules that hold it, each with the attribute's name; several where it is tied.
-        extent: its place in the flat buffer.
+        sites: the modules that hold the parameter, each with its attribute's name; several where it is tied.
+        extent: the parameter's place in the flat buffer.
         wrap: makes the sharded tensor that users see from this rank's range of the parameter or of its gradient.
     """
 
     is_withheld: bool = transient(False)
-    """Whether ``grad`` has sums that ``.grad`` may show only once a rank is known to have used the parameter."""
+    """Whether ``grad`` has a sum that becomes ``parameter.grad`` only if some rank has used the parameter."""
     is_left_out: bool = transient(False)
-    """Whether the sum under way holds no gradient of the parameter, which is frozen, but residuals or estimates."""
+    """Whether ``.grad`` gets nothing of the sum under way: a frozen parameter's residuals or estimates."""
     written: bool = unreduced(False)
     """Whether a backward has written to ``unsharded_grad`` since the last reduce."""
     factor: float = 1.0
-    """Factor of the gradients that a backward writes; 0 makes zeros of infinite ones, too."""
+    """Factor that a backward multiplies the parameter's gradients by; 0 makes zeros of infinite ones, too."""
 
     def __init__(
         self,
@@ -67,40 +67,40 @@ class FSDPParam(StepState):
         spec.owner = weakref.ref(self)
         self.sites = tuple(sites)
         self.shown: Tensor | None = None
-        """Tensor that forwards read as the parameter. The ``__dict__`` of its modules, where torch looks before
-        ``Module.__getattr__``, holds it, unless the program has replaced the parameter (``ModuleParameters``)."""
+        """Tensor that forwards read as the parameter. It is in the ``__dict__`` of the parameter's modules, read before
+        ``Module.__getattr__``, unless the program has replaced the parameter there (``ModuleParameters``)."""
         self._lists = tuple(
             (module._flat_weights, module._flat_weights_names.index(attribute))
             for module, attribute in sites
-            # an RNN's forward reads a list of its weights, in which weight_norm puts others than its parameters
+            # an RNN's forward reads the list ``_flat_weights``, in which weight_norm puts weights that it computes
             if isinstance(module, nn.RNNBase) and attribute in module._flat_weights_names
         )
         self.extent = extent
         self.notes: Mapping[str, Any] = {}
-        """Attributes that users and frameworks have set on the whole parameter, which forwards find on the view."""
+        """Attributes that users and frameworks had set on the parameter before sharding; views in forwards get them."""
         self.index = -1
-        """Number of the parameter among all parameters of the model."""
+        """Index of the parameter among all parameters of the engine."""
         self.span = (0, 0)
         """Range of this rank's chunk that holds the parameter's elements."""
         self.unit: nn.Module
-        """Module that was sharded with the parameter, the first if there were several."""
+        """Module that was sharded with this parameter, the first if several modules were sharded together."""
         self.flat: FlatParam | None = None
-        """The flat buffer that the parameter is in; None where it is replicated."""
+        """``FlatParam`` that the parameter is a part of; None where the parameter is replicated."""
         self.engine: weakref.ref[object] | None = None
         """Weak reference to the parameter's present engine, an ``FSDPState`` (``state.engine_of``)."""
         self.parameter: nn.Parameter
         """The parameter that users see; its local tensor is ``local``."""
         self.local: Tensor
-        """This rank's range of the parameter."""
+        """This rank's elements of the parameter, a range of its shard."""
         self.grad: DTensor
         """Sharded tensor that ``parameter.grad`` is set to: the same object in each step, unless others refer to it."""
         self.local_grad: Tensor
         self.unsharded_grad: Tensor | None = None
         """View of the gradient buffer that the backward under way writes the gradient to."""
         self.accepts_in: int | None = None
-        """The backward (graph task) that ``unsharded_grad`` is for; None: any."""
+        """Id of the backward (graph task) that may write to ``unsharded_grad``; None: every backward may."""
         self.acquire_grad_buffer: Callable[[], None]
-        """Function that sets ``unsharded_grad``, unless the backward does not want the parameters' gradients."""
+        """Function that sets ``unsharded_grad``, unless the backward under way wants no gradients of parameters."""
 
     @property
     def is_held(self) -> bool:
@@ -108,13 +108,13 @@ class FSDPParam(StepState):
         return all(module._parameters.get(attribute) is self.parameter for module, attribute in self.sites)
 
     def accumulate_grad(self, grad: Tensor) -> None:
-        """Write one contribution to the gradient buffer: the first is copied, with its cast, others are added."""
+        """Write a gradient of the parameter to the gradient buffer: copy the first one, with a cast, add later ones."""
         if not self.parameter.requires_grad:  # a parameter frozen since the forward gets no gradient
             return
         target = self.unsharded_grad
         if target is None or (self.accepts_in is not None and self.accepts_in != _graph_task()):
             self.acquire_grad_buffer()
-            # ``torch.autograd.grad``, on its way to an input, wants no gradients of parameters
+            # no buffer: ``torch.autograd.grad`` of inputs wants no gradients of parameters
             if (target := self.unsharded_grad) is None:
                 return
         grad = grad if self.factor == 1 else grad * self.factor if self.factor else torch.zeros_like(grad)
@@ -129,7 +129,7 @@ class FSDPParam(StepState):
         return chunk.narrow(0, start, end - start).view(self.spec.local_shape)
 
     def set_parameter(self, parameter: nn.Parameter) -> None:
-        """Put ``parameter`` into the modules of ``sites`` in place of the one that they hold."""
+        """Put ``parameter`` into the modules of ``sites`` in place of the parameter that they hold."""
         for module, attribute in self.sites:
             module._parameters[attribute] = parameter
         for weights, index in self._lists:
@@ -159,7 +159,7 @@ class FSDPParam(StepState):
 
 
 def owner_of(spec: ShardSpec) -> FSDPParam | None:
-    """Return the parameter that is sharded by ``spec``; None if the parameter is gone, or no engine's."""
+    """Return the parameter that is sharded by ``spec``; None if that is gone, or in no engine."""
     owner = None if spec.owner is None else spec.owner()
     assert owner is None or isinstance(owner, FSDPParam)
     return owner
@@ -183,17 +183,17 @@ class Divisor:
     def __init__(self, factor: float, device: torch.device) -> None:
         self.factor = factor
         self.casts = device.type == "cuda"
-        """Whether ``div`` casts within its kernel, as on CUDA; on other devices a cast would allocate."""
+        """Whether ``torch.div`` casts within its kernel, as on CUDA; on other devices a cast would allocate."""
         of = {dtype: torch.full((1,), factor, dtype=dtype, device=device) for dtype in (torch.float32, torch.float64)}
         self.of = of | {torch.bfloat16: of[torch.float32]}
-        """[1] tensor of ``factor`` by the sum's dtype. A Python number would become a new tensor in every division, and
+        """Tensor [1] of ``factor`` by the sum's dtype. A Python number would become a new tensor in every division, and
         a 0-d tensor would not cast bf16 sums to fp32."""
         self.inverse = 1 / factor if math.frexp(factor)[0] == 0.5 else None
-        """1 / factor where multiplying by it gives the same bits as dividing (powers of two); else None."""
+        """1 / ``factor`` if ``factor`` is a power of two, so that multiplying by it divides exactly; else None."""
 
 
 class ShardedGrad:
-    """The flat buffer that the ``.grad`` of its parameters are views of, but those that follow one a program keeps.
+    """Flat buffer of which the ``.grad`` of parameters are views, except one made while a program kept an older one.
 
     Args:
         buffer: [chunk], in the parameters' ``grad_dtype``.
@@ -214,7 +214,7 @@ class ShardedGrad:
         param.local_grad, param.grad = local, param.wrap(local, param.spec)
 
     def _is_kept(self, params: Sequence[FSDPParam]) -> bool:
-        """Return whether anybody else refers to a gradient of ``params``, its ``to_local()`` or a view of it."""
+        """Return whether the program refers to a gradient of ``params``, its ``to_local()`` or a view of it."""
         return _viewers(self.buffer) > self._viewers or any(
             sys.getrefcount(param.grad) > _GRAD_REFERENCES or sys.getrefcount(param.local_grad) > _LOCAL_REFERENCES
             for param in params
@@ -223,10 +223,10 @@ class ShardedGrad:
     def add(self, parts: Iterable[tuple[int, Tensor]], divisor: Divisor, used: Sequence[bool]) -> None:
         """Divide a sum over ranks and add it to the gradients, or overwrite them with it where ``.grad`` is None.
 
-        A parameter that this rank has not ``used`` keeps ``.grad`` None until ``hand_out_grads``: another may have.
+        If this rank has not ``used`` a parameter, ``.grad`` stays None until ``hand_out_grads``: another rank may have.
 
         Args:
-            parts: the offset of each part of the sum, and the part; together as long as the buffer; overwritten.
+            parts: offset and values of each part of the sum, which together fill the buffer; values are overwritten.
             divisor: the number that turns the sum into the mean.
             used: for each parameter, whether this rank wrote a gradient.
         """
@@ -235,10 +235,10 @@ class ShardedGrad:
         fresh, dtype = len(cleared) == len(before), self.buffer.dtype
         is_other = fresh and any(each.parameter.grad_dtype not in (None, dtype) for each in self.params)
         if cleared and (is_other or not self._has_all or self._is_kept(cleared)):
-            # somebody still refers to gradients of an earlier step, which must not change
+            # the program may refer to gradients of an earlier step, which must not change
             if fresh:
                 self._use(self._new_buffer(self.buffer.numel(), grad_dtype_of(self.params)))
-            for param in () if fresh else cleared:  # gradients of other parameters stay in the buffer
+            for param in () if fresh else cleared:  # gradients of other parameters stay in the old buffer
                 self._has_all = False
                 self._hold(param, self._new_buffer(param.local_grad.numel(), dtype).view_as(param.local_grad))
         before = {param: grad for param, grad in before.items() if not param.is_left_out}
@@ -258,8 +258,8 @@ class ShardedGrad:
     def _add_to_each(self, start: int, part: Tensor, divisor: Divisor, before: dict[FSDPParam, Tensor | None]) -> None:
         for param, grad in before.items():
             target = param.local_grad
-            if grad is not None:  # the user may have assigned it
-                _check_assigned(grad, param)  # also on a rank without elements, which would else wait for the others
+            if grad is not None:  # the user may have assigned ``.grad``
+                _check_assigned(grad, param)  # raise on ranks without elements, too: they would wait for others
                 target = cast("DTensor", grad).to_local()
             first, last = max(param.span[0], start), min(param.span[1], start + part.numel())
             if first >= last:
@@ -279,7 +279,7 @@ class ShardedGrad:
     def _add(self, grad: Tensor, total: Tensor, divisor: Divisor) -> None:
         if grad.dtype != total.dtype and not divisor.casts:
             grad.add_(total.div_(divisor.of[total.dtype]))
-        elif divisor.inverse is None:  # addcdiv_ rounds the quotient, too: the bits of div_ and add_ in one pass
+        elif divisor.inverse is None:  # ``addcdiv_`` gives the bits of ``div_`` and ``add_``, in one pass
             grad.addcdiv_(total, divisor.of[total.dtype])
         else:
             grad.add_(total, alpha=divisor.inverse)
@@ -321,12 +321,12 @@ class FlatParam:
     """Parameters of one dtype in a flat buffer with a chunk for each rank; a subclass may store weights otherwise."""
 
     params: Sequence[FSDPParam]
-    """The parameters in the order of the buffer."""
+    """Parameters in the order in which they lie in the flat buffer."""
     layout: Layout
     rank: int
-    """This rank's number among those of a shard, by which it owns the chunk ``sharded``."""
+    """Index of this rank among the ranks of a shard, and of its chunk ``sharded`` in the flat buffer."""
     sharded: Tensor
-    """[chunk] in the parameters' own dtype: this rank's shard, which the optimizer updates."""
+    """This rank's shard [chunk] in the parameters' own dtype, which the optimizer updates."""
     compute_dtype: torch.dtype
     """Dtype of the unsharded weights in a weight buffer; uint8 where an all-gather extension fills it."""
     reduce_dtype: torch.dtype
@@ -334,7 +334,7 @@ class FlatParam:
     divisor: Divisor
     """Divisor of summed gradients; it may be replaced at any time."""
     device: torch.device
-    """Device of the forward."""
+    """Device that forwards run on."""
     sharded_grad: ShardedGrad | None = field(default=None, init=False)
     all_gather: AllGather = field(init=False)
     reduce_scatter: ReduceScatter = field(init=False)
@@ -345,8 +345,8 @@ class FlatParam:
     group: Group = field(init=False)
     """``ParamGroup`` of these parameters in the present engine; replicated ones have none."""
     add_sum: Callable[[Iterable[tuple[int, Tensor]], Sequence[bool]], None] = field(init=False)
-    """Consumer of sums over the ranks of a shard: ``add_to_grad``, or with replicas ``PartialReduceOutput.add``, which
-    ``ReplicaSums.bind`` puts here."""
+    """Function that takes a sum over the ranks of a shard: ``add_to_grad``, or with replicas the method
+    ``PartialReduceOutput.add``, which ``ReplicaSums.bind`` sets."""
 
     def __post_init__(self) -> None:
         self.add_sum = self.add_to_grad
@@ -374,17 +374,17 @@ class FlatParam:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of shard and gradient on the device of the forward."""
+        """Bytes of the shard and of its gradient on the device that forwards run on."""
         return self.sharded.nbytes + (self.sharded_grad.buffer.nbytes if self.sharded_grad is not None else 0)
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of shard and gradient in host memory, none unless offloaded."""
+        """Bytes of the shard and of its gradient in host memory; 0 unless they are offloaded."""
         return 0
 
     @property
     def unsharded_numel(self) -> int:
-        """Elements of ``compute_dtype`` that the unsharded weights take in a weight buffer."""
+        """Number of elements of ``compute_dtype`` that the unsharded weights take in a weight buffer."""
         return self.layout.numel
 
     def views(self, whole: Tensor) -> list[Tensor]:
@@ -422,7 +422,7 @@ class FlatParam:
         return self.sharded_grad
 
     def add_to_grad(self, parts: Iterable[tuple[int, Tensor]], used: Sequence[bool]) -> None:
-        """Divide a sum over ranks and add it to ``.grad``; arguments as of ``ShardedGrad.add``."""
+        """Divide a sum over ranks and add it to ``.grad``; the arguments are those of ``ShardedGrad.add``."""
         self.make_sharded_grad().add(parts, self.divisor, used)
 
 
@@ -442,7 +442,7 @@ def unsharded_grad_bytes(flats: Iterable[FlatParam]) -> int:
 
 
 class UnshardedParams:
-    """A group's weights in one buffer; made once for each pair of group and buffer.
+    """Views of a group's unsharded weights in one buffer, made once for each pair of group and buffer.
 
     [Note: saved views] Autograd saves views of the weight buffer for the backward, and refuses them if their version
     has changed. The collectives write through ``flat``, the forward reads through ``views``: aliases of the same memory
@@ -462,23 +462,23 @@ class UnshardedParams:
             buffer.view(offset, size, torch.uint8) if size else None
             for offset, size in zip(offsets[len(flats) :], sizes[len(flats) :], strict=True)
         ]
-        """Scratch of each ``FlatParam``'s all-gather, uint8; None if it needs none."""
+        """Scratch memory (uint8) of each ``FlatParam``'s all-gather; None for an all-gather that needs none."""
         self._aliases = [whole.data for whole in self.flat]
         self._versions = [alias._version for alias in self._aliases]
         self.views = [view for flat, alias in zip(flats, self._aliases, strict=True) for view in flat.views(alias)]
         # Leaves that collect gradients of operations that reentrant checkpointing runs again. They are views: autocast
-        # caches casts of leaves that are no views, and would reuse one of older weights within an autocast context.
+        # caches casts of leaves that are no views, and would reuse a cast of older weights within one context.
         with torch.no_grad():
             self.leaves = [view.view_as(view) for view in self.views]
 
     def was_written(self) -> bool:
-        """Return whether anything was written through the views since the last call."""
+        """Return whether the program has written to weights through ``views`` since the last call."""
         before, self._versions = self._versions, [alias._version for alias in self._aliases]
         return before != self._versions
 
 
 class UnshardedGrads:
-    """A group's gradients in one buffer."""
+    """Views of a group's unsharded gradients in one buffer."""
 
     def __init__(self, buffer: Buffer, flats: Sequence[FlatParam]) -> None:
         self.buffer = buffer
@@ -493,7 +493,7 @@ class UnshardedGrads:
         self._padding = [whole[start:end] for flat, whole in padded for start, end in flat.layout.gaps]
 
     def zero_unwritten(self) -> list[list[bool]]:
-        """Zero unwritten gradients, as the buffer may hold another group's; return which are written, by flat."""
+        """Zero gradients that no backward has written, perhaps another group's; return which are written, by flat."""
         for param, view in zip(self.params, self.views, strict=True):
             if not param.written:
                 view.zero_()

@@ -58,7 +58,7 @@ class _ContextStep(StepState):
     in_forward: bool = transient(False)
     """Whether a forward of the root, or of a group by itself, is under way."""
     last_reduce: CommHandle | None = transient(None)
-    """Handle of this backward's last reduce, or storing of gradients for one: it ends last on their stream."""
+    """Handle of the last reduce of this backward, or of gradients stored for a reduce: it ends last on their stream."""
     in_flight: list[Buffer] = transient(list)
     """Gradient buffers that the reduce stream may still read; this list keeps overflow buffers alive."""
     reduced: list[tuple[FlatParam, list[bool]]] = unreduced(list)
@@ -87,7 +87,7 @@ class GroupContext(_ContextStep):
     groups: tuple[ParamGroup, ...] = ()
     """The groups of the root in module order."""
     replicas: ReplicaSums | None = None
-    """The sums over replicas; None without replicas."""
+    """Partial sums of gradients, which are summed over replicas; None without replicas."""
     passes: int = 0
     """Number of forwards, backwards and ``reshard()`` calls so far: after each, the caller may write to shards."""
     weight_pools: dict[Role, BufferPool] = field(default_factory=dict)
@@ -96,7 +96,7 @@ class GroupContext(_ContextStep):
     """Whether a profiler records ranges; read once per forward and backward."""
     has_warned: bool = False
     describe: Callable[[CommHandle | None], str] = field(init=False)
-    """Function that says what this rank is doing, and which operation it waits for: ``sharding.status.describe``."""
+    """Function that returns, as text, what this rank is doing and waits for: ``sharding.status.describe``."""
     _bound: set[FlatParam] = field(default_factory=set)
 
     @property
@@ -122,8 +122,8 @@ class GroupContext(_ContextStep):
             observer.after_wait()
 
     def explained(self, communicate: Callable[[], _Result], waited: CommHandle | None = None) -> _Result:
-        """Return what ``communicate`` returns, which issues an operation or waits for ``waited``; if it fails, raise an
-        error that tells what all ranks were doing."""
+        """Call ``communicate``, which issues an operation or waits for ``waited``, and return its result; if it fails,
+        raise an error that tells what all ranks were doing."""
         try:
             return communicate()
         except torch.OutOfMemoryError:
@@ -132,7 +132,7 @@ class GroupContext(_ContextStep):
             raise self.fingerprint.explain(error, self.describe(waited)) from error
 
     def bind_reduce(self, flat: FlatParam) -> None:
-        """Allocate what the gradients of ``flat`` need, unless it exists: frozen parameters need nothing."""
+        """Allocate buffers for the reduces and gradients of ``flat`` at first use: frozen parameters need none."""
         if flat not in self._bound:
             self._bound.add(flat)
             self.wait_for_reduces()  # no reduce may use scratch buffers while they grow
@@ -142,7 +142,7 @@ class GroupContext(_ContextStep):
                 self.replicas.bind(flat)
 
     def issue_reduce(self, buffer: Buffer, start: Callable[[bool], Sequence[dist.Work]], finish: Any = None) -> None:
-        """Issue an operation that reads a gradient buffer, behind the writes of the caller's stream."""
+        """Issue an operation that reads gradients in ``buffer``, after the caller's stream has written them."""
         if self.last_reduce is not None and not self.reduce_stream.is_ordered:
             self.wait(self.last_reduce)  # this operation and the last one use the same scratch buffers
         self.reduce_stream.wait_for_caller()
@@ -160,7 +160,7 @@ class GroupContext(_ContextStep):
             self.in_flight.clear()
 
     def is_communicating(self) -> bool:
-        """Return whether the last operation of a stream is under way. Any thread may ask."""
+        """Return whether the last operation of any communication stream is under way. Any thread may ask."""
         over_replicas = () if self.replicas is None else (self.replicas.stream,)
         return any(each.is_running() for each in (self.gather_stream, self.reduce_stream, *over_replicas))
 
@@ -174,12 +174,12 @@ class GroupContext(_ContextStep):
         self.grad_pools.clear()
 
     def warn_of_kept_grads(self) -> None:
-        """Warn once of the memory that unsharded gradients take that are kept from one backward to the next."""
+        """Warn once of the memory for unsharded gradients that are kept from one backward to the next."""
         if not self.has_warned and self.gather.comm.rank == 0:
             unsynced = (group for group in self.groups if not group.spec.settings.requires_gradient_sync)
             keeping = [group for group in unsynced if not group.is_alone_in_grad_buffer]
             nbytes = sum(unsharded_grad_bytes([flat for flat in group.flats if flat.trainable]) for group in keeping)
-            is_planned = any(group.spec.role is not None for group in keeping)  # ``shard``, which plans, sets roles
+            is_planned = any(group.spec.role is not None for group in keeping)  # ``shard`` alone sets roles, and plans
             _log.warning(
                 "set_requires_gradient_sync(False) keeps unsharded gradients on every rank: %d bytes more per rank. "
                 "Where every micro-batch may be reduced, leaving it on costs none%s",
@@ -195,9 +195,9 @@ class ParamGroup(StepState):
     held: UnshardedParams | None = transient(None)
     """Weights gathered outside of a forward, by ``unshard()`` of the module."""
     registered: list[Sequence[Tensor]] = transient(list)
-    """Weights that the modules show as their parameters, one entry per call under way, the innermost last."""
+    """Weights that the group's modules show, an entry for each forward or backward under way, the innermost last."""
     registers_held: bool = transient(False)
-    """Whether the modules show the weights in ``held``."""
+    """Whether the group's modules show the weights in ``held`` as their parameters."""
     accepts_in: int | None = transient(None)
     """Graph task of the backward that last called ``acquire_grad_buffer``; None once it accepts no more gradients."""
     grads: UnshardedGrads | None = unreduced(None)
@@ -214,9 +214,9 @@ class ParamGroup(StepState):
         self.flats = spec.flats
         self.params: tuple[FSDPParam, ...] = tuple(param for flat in spec.flats for param in flat.params)
         self.index = -1
-        """Number of this group among those of its role."""
+        """Index of this group among the groups of its role."""
         self.unsharded: UnshardedParams
-        """The group's weights in the buffer that it is assigned."""
+        """The group's unsharded weights in its assigned buffer."""
         self.is_alone_in_grad_buffer = False
         """Whether no other group writes gradients to this group's buffer."""
         self.replicated: tuple[FSDPParam, ...] = ()
@@ -229,9 +229,9 @@ class ParamGroup(StepState):
         """Groups that ``GroupSettings.forward_prefetch`` names."""
         self.backward_prefetch: tuple[ParamGroup, ...] = ()
         self.own_grad_buffer: Buffer | None = None
-        """Buffer for gradients that are kept from one backward to the next, or are too large for the pool's."""
+        """Buffer for gradients that are kept from one backward to the next, or are too large for the pool's buffers."""
         self._known_grads: dict[tuple[tuple[FlatParam, ...], bool], UnshardedGrads] = {}
-        """Gradients in the pool's buffer or the group's own, by flat parameters and whether the group keeps them."""
+        """Views of gradients in the pool's or the group's buffer, by flat parameters and whether gradients are kept."""
         for param in self.params:
             param.acquire_grad_buffer = self.acquire_grad_buffer
 
@@ -242,7 +242,7 @@ class ParamGroup(StepState):
 
     @property
     def unshards_in_backward(self) -> bool:
-        """Whether the backward of a forward that begins now needs the weights; for an embedding, only for hooks."""
+        """Whether the backward of a forward that begins now needs the weights; an embedding's does for hooks alone."""
         looks_up = self._looks_up and not any(map(_has_hooks, self.spec.modules))
         return self.spec.settings.unshards_in_backward and not looks_up
 
@@ -261,25 +261,25 @@ class ParamGroup(StepState):
         for unsharded in (self.unsharded, self.held):
             buffer = None if unsharded is None else unsharded.buffer
             if buffer is not None and buffer.owner is self and buffer.filled_in < self.context.passes:
-                buffer.expired = {*buffer.expired, *flats}  # what ``reshard`` has expired stays so
+                buffer.expired = {*buffer.expired, *flats}  # what ``reshard`` has expired stays expired
         for flat in flats:
             flat.all_gather.expire()
 
     def gathered(self, flat: FlatParam) -> tuple[int | None, Tensor]:
-        """Return the version of ``flat`` in the assigned buffer (None: not there), and the view of its weights."""
+        """Return the version of the weights of ``flat`` in the assigned buffer (None: it has none), and their view."""
         buffer, place = self.unsharded.buffer, self.flats.index(flat)
         self.context.wait(buffer.handle)
         return buffer.versions[place] if buffer.owner is self else None, self.unsharded.flat[place]
 
     def prefetch(self) -> None:
-        """Gather the weights into the assigned buffer unless it has users. A lost prefetch costs time, nothing else."""
+        """Gather the weights into the assigned buffer unless it has users. A wrong prefetch costs only time."""
         buffer = self.unsharded.buffer
         if self.flats and buffer.users == 0 and not self.is_in(buffer):
             self._all_gather(self.unsharded)
 
     def unshard(self, prefetch: Callable[[ParamGroup], None] | None = None) -> UnshardedParams:
-        """Return the weights, gathered and ready, in a buffer that nobody refills until ``release``; ``prefetch`` is to
-        gather those of the groups that come next."""
+        """Return the weights, gathered and ready, in a buffer that nobody refills until ``release``; ``prefetch`` is
+        called to gather the weights of the groups that come next."""
         if self.held is not None and not self.is_in(self.held.buffer):
             self.release_held()  # the weights have changed since ``unshard()``
         unsharded = self.use(self.held or self.unsharded)
@@ -298,7 +298,7 @@ class ParamGroup(StepState):
 
         Args:
             unsharded: the weights that the forward has read.
-            lent: how many users have lent the buffer, as backwards that this one interrupts; each gathers again.
+            lent: number of the buffer's users that gather again after a refill, as backwards that this one interrupts.
             needed: whether the backward certainly reads the weights; else another group may keep the buffer.
         """
         buffer = unsharded.buffer
@@ -319,7 +319,7 @@ class ParamGroup(StepState):
         return unsharded
 
     def unshard_again(self, unsharded: UnshardedParams) -> None:
-        """Gather the weights anew after another group used their buffer; ``users`` still counts this use."""
+        """Gather the weights anew if another group has used their buffer, of which this use is still in ``users``."""
         if not self.is_in(unsharded.buffer):
             self._all_gather(unsharded)
         self.context.wait(unsharded.buffer.handle)
@@ -333,7 +333,7 @@ class ParamGroup(StepState):
             buffer.last_use = stream.record(buffer.last_use)
 
     def collect_grads(self, unsharded: UnshardedParams | None) -> None:
-        """Move gradients from the leaves of ``unsharded``, in an overflow buffer, to those of the assigned buffer."""
+        """Move gradients from the leaves of ``unsharded``, in an overflow buffer, to leaves in the assigned one."""
         if unsharded is not None and unsharded is not self.unsharded:
             for leaf, kept in zip(unsharded.leaves, self.unsharded.leaves, strict=True):
                 if leaf.grad is not None:
@@ -348,7 +348,7 @@ class ParamGroup(StepState):
         """End the use of the weights that ``unshard()`` of the module has gathered."""
         held, self.held = self.held, None
         if held is not None:
-            # the buffer may be an overflow buffer, freed here while a CPU's all-gather writes to it
+            # an overflow buffer may be freed here: first let a CPU's all-gather end, which writes to it
             held.buffer.handle.wait()
             self.release(held)
         if self.registers_held:
@@ -359,7 +359,7 @@ class ParamGroup(StepState):
                 param.register_sharded()
 
     def use(self, unsharded: UnshardedParams) -> UnshardedParams:
-        """Use the buffer of ``unsharded``, or an overflow buffer if that is in use; gather if it lacks the weights."""
+        """Begin a use of ``unsharded``, or of an overflow buffer if its buffer is in use; gather if needed."""
         if not self.is_in(unsharded.buffer):
             if unsharded.buffer.users:
                 unsharded = self.overflow()
@@ -436,7 +436,7 @@ class ParamGroup(StepState):
             param.register_unsharded(view)
 
     def register_sharded(self) -> None:
-        """Let the modules read as weights what they read before ``register_unsharded``."""
+        """Let the modules read as weights what they read before the last ``register_unsharded``."""
         self.registered.pop()
         if self.registered:
             for param, view in zip(self.params, self.registered[-1], strict=True):
@@ -470,9 +470,9 @@ class ParamGroup(StepState):
                 param.unsharded_grad = view
 
     def take_grads(self) -> None:
-        """Take a buffer for the gradients that the next reduce sums, none of which is written yet, if there are any."""
+        """Take a buffer for gradients that the next reduce is to sum, if the group has any; none is written yet."""
         context = self.context
-        # one that was frozen after its gradients were deferred is summed, too
+        # a flat parameter that was frozen after its gradients were deferred is summed, too
         flats = tuple(flat for flat in self.flats if flat.trainable or flat in self.deferred)
         if not flats:
             return
@@ -518,7 +518,7 @@ class ParamGroup(StepState):
         return restore
 
     def stop_accepting_grads(self) -> None:
-        """Accept no more gradients before the buffer is acquired again; written ones remain."""
+        """Accept no more gradients before the next ``acquire_grad_buffer``; written gradients remain."""
         self.accepts_in = None
         for param in self.params:
             param.unsharded_grad = param.accepts_in = None
@@ -536,8 +536,8 @@ class ParamGroup(StepState):
             self._defer(self.grads)
 
     def reduce(self) -> None:
-        """Issue the reduce. ``FlatParam.add_sum`` takes the sum: on a GPU next on the stream, on a CPU when the next
-        reduce is issued, the buffer is taken again or the backward ends."""
+        """Issue the group's reduce. ``FlatParam.add_sum`` takes the sum: on a GPU next on the stream, on a CPU when the
+        next reduce is issued, the buffer is taken again or the backward ends."""
         self.acquire_grad_buffer()
         grads, context = self.grads, self.context
         if grads is None:
@@ -559,7 +559,7 @@ class ParamGroup(StepState):
             observer.after_reduce(self.name)
 
     def _defer(self, grads: UnshardedGrads) -> None:
-        """Store gradients in reduce-scatters for the next ``reduce``; they stay in their buffer where one cannot."""
+        """Store gradients in reduce-scatters for the next ``reduce``; if one cannot, all stay in their buffer."""
         if not all(flat.reduce_scatter.defers for flat in grads.flats):
             return
         self.deferred.update(zip(grads.flats, self._take(grads), strict=True))
@@ -584,14 +584,14 @@ class ParamGroup(StepState):
         if self.registered:
             del self.registered[1:]
             self.register_sharded()
-        self.registers_held = False  # the modules show none of the held weights any more
+        self.registers_held = False  # the modules show no weights in ``held`` any more
         self.release_held()
         if self.grads is not None:
             self.grads.buffer.owner = None
         self.unsharded.buffer.users = 0
         self.stop_accepting_grads()
         self.drop_members()
-        for leaf in self.unsharded.leaves:  # reentrant checkpointing leaves gradients in leaves
+        for leaf in self.unsharded.leaves:  # reentrant checkpointing may have left gradients there
             leaf.grad = None
 
 

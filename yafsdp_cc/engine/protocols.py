@@ -1,4 +1,4 @@
-"""The protocols by which the engine calls collectives. ``compression`` implements them; the engine knows no more of it.
+"""The protocols by which the engine calls collectives. ``compression`` implements them: the engine knows no more of it.
 
 Every ``FlatParam`` has an ``AllGather`` and a ``ReduceScatter``, and with replicas an ``AllReduce``.
 ``spec.Collectives`` makes all-gathers each time that a model's engine is assembled, sums the first time, for as long as
@@ -11,7 +11,7 @@ Rules for implementations:
    ``finish``. All ranks change alike.
 3. ``start`` raises only what all ranks raise, before it issues anything or changes a residual.
 4. ``finish`` issues no collective; with replicas ``PartialReduceOutput.add`` then issues the sum over replicas.
-5. Steady state allocates nothing.
+5. In the steady state a collective allocates nothing.
 6. A non-finite block keeps its residual and arrives as non-finite: it reaches every rank as ``found_inf``.
 
 On CUDA ``start`` and ``finish`` are enqueued on the communication stream in this order. On CPU ``start`` runs in the
@@ -65,16 +65,16 @@ class Collective(ABC):
 
 
 class AllGather(Collective):
-    """Fills the unsharded weights of one ``FlatParam``."""
+    """Collective that fills the unsharded weights of one ``FlatParam``."""
 
     has_finish = True
     """Whether ``finish`` has anything to do."""
     prepares = False
     """Whether ``prepare`` has anything to do before the next ``start``."""
     builds_on_held = False
-    """Whether ``start`` uses the weights that ``output`` still holds, a part of the collective's state."""
+    """Whether ``start`` builds on the weights that ``output`` still holds, as deltas do."""
     is_resumed = False
-    """Whether these weights go on from those of a checkpoint."""
+    """Whether the weights that ``output`` holds, and ``start`` builds on, continue those of a checkpoint."""
 
     def scratch_bytes(self) -> int:
         """Return the bytes of scratch that each weight buffer needs beside the weights."""
@@ -100,19 +100,19 @@ class AllGather(Collective):
         """Complete ``output`` once the collectives are over."""
 
     def stepped(self, before: int, after: int) -> None:
-        """Take note that an optimizer step changed the shard's version. All ranks make these calls in one order."""
+        """Take note that an optimizer step changed the shard's version. All ranks call this in the same order."""
 
     def expire(self) -> None:
-        """Take note that the shard may have changed, not its version. All ranks make these calls in one order."""
+        """Take note that the shard may have changed under the same version. All ranks call this in the same order."""
 
 
 class ReduceScatter(Collective):
-    """Sums the unsharded gradients of one ``FlatParam``, each chunk at the rank that owns it."""
+    """Collective that sums the unsharded gradients of one ``FlatParam``, each chunk at the rank that owns it."""
 
     @property
     @abstractmethod
     def defers(self) -> bool:
-        """Whether ``defer`` can store gradients now; a warm-up, for one, sums them exactly."""
+        """Whether ``defer`` can store gradients now; it cannot in a warm-up, for example, which sums them exactly."""
 
     @abstractmethod
     def start(self, grads: Tensor, async_op: bool) -> Works:
@@ -131,12 +131,12 @@ class ReduceScatter(Collective):
         """
 
     def defer(self, grads: Tensor) -> None:
-        """Store ``grads`` to be summed with those of the next ``start``. The engine calls it only where ``defers``."""
+        """Store ``grads`` to be summed with those of the next ``start``. The engine calls this only if ``defers``."""
         raise NotImplementedError
 
 
 class AllReduce(Collective):
-    """Sums the partial sum of one ``FlatParam`` over replicas, in place; all replicas get the same bits."""
+    """Collective that sums the partial sum of one ``FlatParam`` over replicas in place; all get the same bits."""
 
     @abstractmethod
     def start(self, total: Tensor, async_op: bool) -> Works:

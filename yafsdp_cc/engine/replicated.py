@@ -47,12 +47,12 @@ class ReplicatedFlatParam(FlatParam):
         self.has_copies = copies is not None
         self.copied_version = self.seen_version = -1
         self.computed = sharded.detach() if copies is None else copies
-        """Values that forwards see, [numel], in the dtype of the forward: the shard itself, or copies."""
+        """Values of the parameters [numel] in the dtype of the forward: ``sharded`` itself, or copies."""
         self.leaves = [param.local_range(self.computed) for param in self.params]
-        """View of ``computed`` that forwards see of each parameter."""
+        """View of ``computed`` for each parameter, which forwards read as the parameter."""
         self.gate_inputs = [leaf.detach() for leaf in self.leaves]
-        """Aliases of ``leaves`` that enter the root gate, which sums gradients. If ``leaves`` entered it, autograd
-        would hold back, until it has run, gradients of ``leaves`` from where modules show them outside of forwards."""
+        """Aliases of ``leaves`` that enter the root gate. If ``leaves`` entered the gate, autograd would set their
+        ``.grad`` only after it, also that of operations that read a leaf without the gate."""
 
     def _new_copies(self) -> Tensor | None:
         """Allocate copies in the dtype of the forward; return None if the parameters have that dtype themselves."""
@@ -109,7 +109,7 @@ class ReplicatedParams:
         self._flags_tensor = torch.frombuffer(self._flags, dtype=torch.float64)
         size = align(self._elements + flags, VECTOR * self._comm.world)
         self.dtype = torch.float64 if any(flat.sharded.dtype == torch.float64 for flat in flats) else torch.float32
-        """Dtype of the buffer that is summed."""
+        """Dtype of the buffer of gradients and flags that is summed over ranks."""
         self._summands = torch.zeros(size, dtype=self.dtype, device=self._comm.device)
         self._totals = self._summands if self._comm.reduces_in_place else torch.zeros_like(self._summands)
         nbytes = self._summands.nbytes
@@ -136,13 +136,13 @@ class ReplicatedParams:
 
     def refresh(self) -> None:
         """Copy all parameters to the dtype of the forward, also where torch has counted no write to a shard."""
-        # if no weight has changed, torch must not count the write: an earlier forward's graph may need the copies
+        # ``.data``: torch must not count a write of unchanged weights, as an earlier graph may need the copies
         copies = [
             (flat, flat.computed.data if flat.copied_version == flat.version else flat.computed)
             for flat in self.flats
             if flat.has_copies
         ]
-        # copies on the device of their shards take one kernel
+        # one kernel fills all copies that are on the device of their shards
         if near := [(flat, copy) for flat, copy in copies if not flat.host_bytes]:
             torch._foreach_copy_([copy for _, copy in near], [flat.sharded for flat, _ in near])
         for flat, copy in copies:
@@ -153,7 +153,7 @@ class ReplicatedParams:
             flat.seen_version = flat.computed._version
 
     def register_unsharded(self, only: Iterable[FSDPParam] | None = None) -> tuple[list[FSDPParam], list[Tensor]]:
-        """Show the parameters in the dtype of the forward to the modules: all of them, or ``only`` some.
+        """Let the modules read the replicated parameters, or ``only`` some, in the dtype of the forward.
 
         Returns:
             The parameters that require a gradient, and the tensors that enter the root gate for them.
@@ -171,7 +171,7 @@ class ReplicatedParams:
         return trained, inputs
 
     def register_sharded(self) -> None:
-        """Let the modules see the parameters themselves again."""
+        """Let the modules read the replicated parameters themselves again, in place of copies."""
         for param in self.params:
             param.register_sharded()
 
@@ -179,7 +179,7 @@ class ReplicatedParams:
         """Write the gradients of a backward into the buffer that is summed: copied on first touch, added afterwards."""
         found = [(p, g) for p, g in zip(params, grads, strict=True) if g is not None and p.parameter.requires_grad]
         fresh = {p: g for p, g in found if not (p.written or g.is_sparse or p.factor != 1)}
-        if fresh:  # one kernel copies all
+        if fresh:  # one kernel copies all first gradients
             torch._foreach_copy_(cast("list[Tensor]", [p.unsharded_grad for p in fresh]), list(fresh.values()))
         for param, grad in found:
             if param in fresh:
@@ -204,7 +204,7 @@ class ReplicatedParams:
         return self._totals.narrow(0, self._elements, len(flags))
 
     def _exchange(self, async_op: bool) -> Works:
-        comm, in_place = self._comm, self._comm.reduces_in_place  # NCCL: one all-reduce of fp32 or fp64
+        comm, in_place = self._comm, self._comm.reduces_in_place  # over NCCL one all-reduce of fp32 or fp64
         for work in (comm.all_reduce if in_place else self._reduce_scatter.start)(self._summands, async_op):
             work.wait()
         total = self._totals if in_place else comm.own_chunk(self._totals)

@@ -50,7 +50,7 @@ class Collectives:
     """Factory of a model's collectives: exact ones, unless a subclass makes others."""
 
     alignment = ALIGNMENT
-    """Elements at multiples of which parameters and chunks begin in a flat buffer."""
+    """Number of elements at multiples of which parameters and chunks begin in a flat buffer."""
 
     def flat_key(self, name: str, is_divided: bool) -> Hashable:
         """Return a key for the parameter of this full name: only parameters of equal keys share a ``FlatParam``.
@@ -60,10 +60,10 @@ class Collectives:
         return None
 
     def check_group(self, name: str, keeps_unsharded: bool) -> None:
-        """Raise a ``ValueError`` if the group ``name``, with or without a weight buffer of its own, cannot work."""
+        """Raise a ``ValueError`` if the group ``name`` needs a weight buffer of its own and does not have one."""
 
     def check_overrides(self, names: Collection[str]) -> None:
-        """Raise a ``ValueError`` if a setting is of parameters, and none of these full ``names`` is one's."""
+        """Raise a ``ValueError`` if a setting for named parameters fits none of these full ``names``."""
 
     def join(self, other: Collectives) -> None:
         """Take over the groups of ``other``, of the same model; raise a ``ValueError`` if their settings differ."""
@@ -106,7 +106,7 @@ class GroupSettings:
     """Whether unsharded weights remain in a buffer of their own after the forward (``reshard_after_forward=False``)."""
     keeps_after_backward: bool = False
     stays_unsharded: bool | None = False
-    """Whether modules show unsharded weights from a forward to its backward, as FSDP2's do; None: only a root's."""
+    """Whether modules show unsharded weights from a forward to its backward, as in FSDP2; None: only the root does."""
     secondary_ranks: int = 0
     """Number of neighbouring ranks that share a secondary shard of the unsharded weights (hpZ); 0 for none."""
     unshards_in_backward: bool = True
@@ -125,7 +125,7 @@ class GroupSettings:
     streams: dict[str, CommStream] = field(default_factory=dict)
     """Streams for "all-gather", "reduce" and "all-reduce", each made at first use; several roots may share them."""
     custom_all_gather: fsdp2.AllGather | None = None
-    """The user's own all-gather in place of the engine's; ``custom_reduce_scatter`` is that of gradients."""
+    """The user's own all-gather of weights; ``custom_reduce_scatter`` is the user's own sum of gradients."""
     custom_reduce_scatter: fsdp2.ReduceScatter | None = None
 
     @property

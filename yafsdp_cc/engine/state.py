@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from yafsdp_cc.profiling import Handle
 
 STATE, GROUP = "_yafsdp_cc_state", "_yafsdp_cc_group"
-"""Names of sharded modules' attributes: their ``FSDPState``; the ``ParamGroup`` they gather, None for the root."""
+"""Names of two attributes of sharded modules: their ``FSDPState``; their ``ParamGroup``, None for the root."""
 
 _PACKAGE = Path(__file__).parents[1]
 _OWN_FOLDERS = tuple(map(str, (_PACKAGE / "engine", _PACKAGE / "sharding", Path(torch.__file__).parent / "_dynamo")))
@@ -98,13 +98,13 @@ class _ModelStep(StepState):
     """Number of forwards whose backwards may come, all with weights of the version ``_awaited_version``."""
     _awaited_version: int = history(-1)
     seen: tuple[int, bool, bool] = history((0, True, True))
-    """``steps`` at the last forward, whether gradients were enabled then, and whether the model was in training."""
+    """At the last forward: ``steps``, whether gradients were enabled, and whether the model was in training mode."""
     _keeps_grads: bool = unreduced(False)
     """Whether a backward has left gradients that a later backward is to sum."""
     _has_new_grads: bool = history(False)
     """Whether a backward has made gradients final since the last forward."""
     _orders: dict[nn.Module, list[ParamGroup]] = history(dict)
-    """Groups of each called module in the order of its last forward; for the root, module order at first."""
+    """Groups that the last forward of each called module has run, in order; for the root at first in module order."""
 
 
 @dataclass(eq=False, repr=False)
@@ -116,7 +116,7 @@ class FSDPState(_ModelStep):
     specs: Sequence[ParamGroupSpec]
     """Specs of all groups, in module order, the root's own last."""
     groups: Sequence[ParamGroup]
-    """Groups that have parameters to unshard or are called by themselves, in module order."""
+    """Groups with sharded parameters and, the root's aside, groups with replicated ones alone, in module order."""
     root_group: ParamGroup | None
     """Group of the sharded parameters that are in no other group; None if there are none."""
     replicated: ReplicatedParams
@@ -127,7 +127,7 @@ class FSDPState(_ModelStep):
     leaf: Tensor
     """Input of the root gates; a backward reaches this leaf if and only if it wants the parameters' gradients."""
     transfers: Transfers | None
-    """Copies between host memory and the device, where shards are offloaded."""
+    """Copies of offloaded shards and gradients between host memory and the device; None if none are offloaded."""
     contents: Contents = field(init=False)
 
     def __post_init__(self) -> None:
@@ -142,7 +142,7 @@ class FSDPState(_ModelStep):
         for index, param in enumerate(self.params):
             param.index = index
         self.root_replicated: tuple[FSDPParam, ...] = ()
-        """Replicated parameters that are in no group; a rank's forward may use them before its first group, or not."""
+        """Replicated parameters outside of all groups' modules; a forward may use them before any group, or not."""
         self.outdated = False
         """Whether a setting has changed that takes effect only when the engine is made anew."""
         self.retired = False
@@ -150,14 +150,14 @@ class FSDPState(_ModelStep):
         self.steps = 0
         """Number of steps of torch's optimizers over parameters of this engine, or over the memory of its shards."""
         self.post_optim_event: tuple[torch.Event, list[tuple[int, ...]]] | None = None
-        """Event that all-gathers wait for instead of the caller's stream, and the weights' versions that it covers."""
+        """Event that all-gathers wait for instead of the caller's stream, and the weights' versions at that event."""
         self._iterations: weakref.WeakSet[IterationState] = weakref.WeakSet()
         """Iterations whose graphs are alive on this rank; ranks may differ, as Python frees graphs when it likes."""
         self._orders[self.model] = [group for group in self.groups if group is not self.root_group]
         self.called = self.model
         """Module, the root or a part of it, whose forward was called last."""
         self.order: list[ParamGroup] = []
-        """Groups that the forward of ``called`` has run."""
+        """Groups that the last forward of ``called`` has run so far, in order."""
         self._cursor = 0
         self._leaf_stream = self.context.gather_stream.caller()
         """Stream of autograd's node of ``leaf``; at the end of ``backward()`` the caller's stream waits for it."""
@@ -168,10 +168,10 @@ class FSDPState(_ModelStep):
 
     @property
     def is_idle(self) -> bool:
-        """Whether no gradient is on its way: all that were written have been reduced to the end."""
+        """Whether no gradient waits for a reduce: all that backwards have written are fully reduced."""
         replicas = self.context.replicas
         outputs = () if replicas is None else replicas.outputs
-        # not self.params: ranks differ in which of them have gradients, and all ranks have to find the same
+        # not ``self.params``: ranks differ in which parameters have gradients, and all have to return the same
         return not any(each.has_unreduced() for each in (self, self.context, *self.groups, *outputs))
 
     def step_states(self) -> Iterator[StepState]:
@@ -234,7 +234,7 @@ class FSDPState(_ModelStep):
         elif torch.is_grad_enabled() and all(each.task != _graph_task() for each in self.backwards):
             if any(param.parameter.requires_grad for param in self.params):
                 _check_recomputation("the model")
-            self.enter_backward()  # recomputation may come before any output is reached
+            self.enter_backward()  # a recomputed forward may come before the backward reaches any output
         if (self._input_dtype, self._input_device) != (None, None):
             args, kwargs = convert_tensors((args, kwargs), self._input_dtype, self._input_device)
         if iteration is not None and torch.is_grad_enabled():
@@ -249,7 +249,7 @@ class FSDPState(_ModelStep):
 
         Args:
             iteration: None where activation checkpointing has run the forward again.
-            end: ends the forward of the root's own group, if it has one.
+            end: function that ends the forward of the root's own group; None without such a group.
             output: output of the module.
         """
         if end is not None:
@@ -270,9 +270,9 @@ class FSDPState(_ModelStep):
         if self.backwards or self.interrupted:
             self.reset()
         self.contents.check()
-        context, self._hooked = self.context, {}  # no hook runs that an exception has kept back
+        context, self._hooked = self.context, {}  # drop hooks of gradients that an exception kept from running
         context.traces = profiler._is_profiler_enabled or NVTX_LISTENS
-        for observer in context.observers:  # before weights expire: an observer may raise, as ``skip_together``'s
+        for observer in context.observers:  # before weights expire, as an observer may raise (``skip_together``)
             observer.before_forward()
         self.expire_weights()
         self.replicated.refresh()
@@ -293,7 +293,7 @@ class FSDPState(_ModelStep):
 
     @property
     def is_cleared(self) -> bool:
-        """Whether gradients were made final since the last forward, and are there no more."""
+        """Whether gradients were made final since the last forward, and every ``.grad`` is None again."""
         return self._has_new_grads and all(param.parameter.grad is None for param in self.params)
 
     def expire_weights(self) -> None:
@@ -316,7 +316,7 @@ class FSDPState(_ModelStep):
         for group in self.groups:
             stays = group.spec.settings.keeps_unsharded
             if not (stays and keeps):
-                # After a step, here or before a checkpoint, all-gathers of deltas go on from the weights in the buffer.
+                # Delta all-gathers build on the buffer's weights after a step, in this run or before its checkpoint.
                 gathers = [(flat, flat.all_gather) for flat in group.flats if flat.trainable or not stays]
                 group.expire([flat for flat, by in gathers if not (by.is_resumed or (steps and by.builds_on_held))])
 
@@ -339,7 +339,7 @@ class FSDPState(_ModelStep):
             flat.check_unwritten()
         if iteration is None or not (iteration.trains or iteration.trained):
             return
-        # no backward comes after one that was a part of the forward, unless an output requires a gradient
+        # after a backward within the forward none comes later, unless an output requires a gradient
         if not iteration.was_reached or any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(output)):
             for observer in self.context.observers:
                 observer.after_forward()
@@ -481,7 +481,7 @@ class FSDPState(_ModelStep):
                 "would read are gone by then. Compute gradient penalties on an unsharded model"
             )
         backward = self.enter_backward()
-        # Where gradients are wanted, the root gate's backward ends the count of this forward; else it may not come.
+        # If gradients are wanted, the root gate's backward uncounts this forward; else no gate may be reached.
         if not backward.wants_grads:
             self._stop_awaiting(iteration)
         return backward
@@ -514,7 +514,7 @@ class FSDPState(_ModelStep):
             self.reset()
         while self.backwards and (last := self.backwards[-1]).task != task:
             if last.is_running() and all(each.task != task for each in self.backwards):
-                return self._begin_backward(task)  # the new backward is within the last one
+                return self._begin_backward(task)  # the new backward runs within the last one
             self._end_backward(last)  # a custom function has caught an exception of its own backward
         return self.backwards[-1] if self.backwards else self._begin_backward(task)
 
@@ -537,7 +537,7 @@ class FSDPState(_ModelStep):
         return backward
 
     def finish_backward(self, backward: Backward) -> None:
-        """End a backward: every gradient summed, divided and in its place."""
+        """End a backward: reduce what is not reduced yet, and make gradients final unless a later backward does."""
         context = self.context
         if any(param.parameter.requires_grad for param in self.params):
             backward.release_recomputed()
@@ -551,12 +551,12 @@ class FSDPState(_ModelStep):
             self._keeps_grads = not (sums_over_replicas and is_synced)
             if not self._keeps_grads:
                 self._make_grads_final()
-        context.wait_for_reduces()  # gradients that are deferred are read from their buffers, too
+        context.wait_for_reduces()  # also for deferred gradients, which reduce-scatters read from their buffers
         for group in self.groups:
             group.stop_accepting_grads()
         stream = context.gather_stream.caller()
         if stream is not None and self._leaf_stream is not None and stream != self._leaf_stream:
-            # autograd waits for streams on which gradients reach leaves; those of sharded parameters stop at ``Narrow``
+            # autograd's caller waits for streams of leaves alone; gradients of sharded parameters end at ``Narrow``
             self._leaf_stream.wait_event(stream.record_event())
         self._end_backward(backward)
 
@@ -566,7 +566,7 @@ class FSDPState(_ModelStep):
         return f"replicated parameters, backwards awaited: {self.awaited_backwards}"
 
     def _make_grads_final(self) -> None:
-        """Wait for all reduces, reduce the replicated parameters, and learn what other ranks have used."""
+        """Wait for all reduces, reduce replicated gradients, and learn which parameters other ranks have used."""
         context, replicated = self.context, self.replicated
         for observer in context.observers:
             observer.after_backward()
@@ -619,7 +619,7 @@ class FSDPState(_ModelStep):
         self.wait_for_transfers()
 
     def _return_from_backward(self, backward: Backward) -> None:
-        """End ``backward``, which has run all its nodes, and run hooks of gradients to which no root gate will add."""
+        """End ``backward``, which has run all its nodes, and after the outermost one run post-accumulate-grad hooks."""
         self._end_backward(backward)
         if not self.backwards:
             hooked, self._hooked = self._hooked, {}
@@ -645,7 +645,7 @@ class FSDPState(_ModelStep):
             buffer.handle.abandon()
         if context.replicas is not None:
             context.replicas.abandon()
-        for group in self.groups:  # prefetched all-gathers read state of collectives that is dropped below
+        for group in self.groups:  # prefetches under way read state of collectives that is dropped below
             group.unsharded.buffer.handle.wait()
         for flat in self.flats:
             for collective in (flat.all_gather, *flat.sum_collectives):
@@ -673,7 +673,7 @@ class GroupForward(NamedTuple):
     iteration: IterationState | None = None
     """Iteration that consists of this forward alone; None within a forward of the root module."""
     borrowed: Callable[[Any], Any] | None = None
-    """Function that ends a forward of the root's group, which a parameter tied to one of the root's has entered."""
+    """Function that ends a forward of the root's group, begun for a parameter that this group shares with it."""
 
 
 @dataclass(eq=False)
@@ -699,7 +699,7 @@ class IterationState:
     awaited_version: int | None = None
     """Version of the weights at this forward, while it is counted in ``awaited_backwards``."""
     anchor: Tensor | None = None
-    """Input of every group's gate, so that the backward runs the root gate after all of them."""
+    """Output of the root gate and input of every group's gate, so that the backward runs the root gate last."""
     first_node: int = 0
     """Number that autograd has given the root gate: nodes that a forward makes have rising numbers."""
     _pending: Counter[ParamGroup] = field(default_factory=Counter)
@@ -709,7 +709,7 @@ class IterationState:
     _next: int = 0
 
     def on_backward_stream(self, make_gate: Callable[[], Any]) -> Any:
-        """Return ``make_gate()``, run on the stream of this iteration's gates.
+        """Call ``make_gate`` on the stream of this iteration's gates, and return its result.
 
         A node's backward runs on the stream that the node was made on. All nodes of the engine are made on one stream,
         whatever streams the model uses, so gradients are written one after the other and before they are reduced.
@@ -747,7 +747,7 @@ class IterationState:
             if backward.reduces:
                 self.advance(backward, None, ends=True)
                 state.finish_backward(backward)
-                self._steps = []  # another backward plans anew
+                self._steps = []  # another backward makes a new plan
             state._stop_awaiting(self)
         return (*grads[:inputs], *(None for _ in self.trained))
 
@@ -788,8 +788,8 @@ class IterationState:
         expected = [call for call in self.calls if call.is_expected]
         self._pending = Counter(call.group for call in expected)
         open_calls: list[GroupCall] = []
-        for call in sorted(expected, key=attrgetter("last"), reverse=True):  # of equal ones the earlier comes first
-            # A call that ended no earlier encloses this one, unless it also began later.
+        for call in sorted(expected, key=attrgetter("last"), reverse=True):  # of equal calls the earlier comes first
+            # An open call ended no earlier than this one, and so encloses it, unless it also began later.
             while open_calls and open_calls[-1].index > call.index:
                 self._steps.append((open_calls.pop(), True))
             open_calls.append(call)
@@ -805,9 +805,9 @@ class GroupCall:
     def __init__(self, group: ParamGroup, unsharded: UnshardedParams, iteration: IterationState) -> None:
         self.group = group
         self.unsharded = unsharded
-        self._iteration = weakref.ref(iteration)  # the iteration's graph holds this call: no cycle
+        self._iteration = weakref.ref(iteration)  # weak, as the iteration's graph refers to this call
         self.index = self.last = len(iteration.calls)
-        """Index of this call in ``iteration.calls``; ``last`` is that of the last call within this one."""
+        """Index of this call in ``iteration.calls``; ``last`` is the index of the last call within this one."""
         self.places = [-1, -1]
         """Indices of this call's begin and end in the plan of the backward."""
         self.is_expected = False
@@ -852,11 +852,11 @@ class GroupCall:
             self.group.context.wait(self.group.grads.buffer.handle)
 
     def post_backward(self, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-        """Handle that the gate has run: all of this call's gradients are written."""
+        """Handle that this call's gate has run: all gradients of the call are written."""
         iteration = self.iteration
         state = iteration.state
         backward = state.reach(iteration)
-        backward.reached.add(self)  # an output may be a view of an input, whose hook runs behind this gate
+        backward.reached.add(self)  # the hook of an output that is a view of an input runs after this gate
         backward.end_calls(iteration, self.index)
         state.check_flow(f"unit '{self.group.name}'", grads)
         buffer, is_begun = self.unsharded.buffer, any(self in each.begun for each in state.backwards)
@@ -869,7 +869,7 @@ class GroupCall:
         if backward.plans(self):
             iteration.advance(backward, self, ends=True)
         else:
-            backward.end_calls(iteration, self.index - 1)  # this call is ended, too
+            backward.end_calls(iteration, self.index - 1)  # end this call, too
         return grads
 
     def begin(self, backward: Backward) -> None:
@@ -885,7 +885,7 @@ class GroupCall:
             lent += sum(each.buffer is unsharded.buffer for each in chain(*backward.recomputed.values()))
             used = group.unshard_for_backward(unsharded, lent, needed=bool(again) or not self._is_recomputed)
             self._fills = self.unsharded.buffer.fills
-        # where nothing is gathered, a tensor's hook that reads a weight gets the sharded one, not another group's
+        # if nothing is gathered, hooks that read a weight get the sharded one, not another group's in the buffer
         group.register_unsharded([p.parameter for p in group.params] if used is None else group.leaves(used))
         if backward.wants_grads:
             group.acquire_grad_buffer()
@@ -904,7 +904,7 @@ class GroupCall:
 
 
 class BegunCall(NamedTuple):
-    """Buffer use and span of a ``GroupCall`` that a backward has begun."""
+    """Weights in use and profiler span of a ``GroupCall`` whose backward has begun."""
 
     used: UnshardedParams | None
     span: Handle | None
@@ -923,8 +923,8 @@ class Backward:
     wants_grads: bool
     """Whether this run wants the parameters' gradients, unlike ``torch.autograd.grad``."""
     reduces: bool
-    """Whether this run reduces, as no run around it does. It then follows the plan of its iteration; a run that does
-    not reduce begins calls as it reaches them."""
+    """Whether this run reduces gradients, as no run around it does. A run that reduces follows the plan of its
+    iteration; any other begins calls as it reaches them."""
     is_running: weakref.ref[object] = field(init=False)
     """Reference to a callback that autograd keeps while this run lasts; dead once an exception has ended the run."""
     reached: set[GroupCall] = field(default_factory=set)
@@ -1001,7 +1001,7 @@ class _Caller:
         self._thread = get_ident()
 
     def is_running(self) -> bool:
-        """Return whether the thread of the frame, perhaps another one than this, has not left the frame."""
+        """Return whether the frame is still on the stack of its thread, perhaps another one than this."""
         frame = sys._current_frames().get(self._thread)
         while frame is not None and frame is not self._frame:
             frame = frame.f_back

@@ -1,7 +1,7 @@
 """``StepState``, the base of classes that declare which of their members a step changes.
 
 ``FSDPState.reset`` drops what an interrupted forward or backward has left, ``FSDPState.is_idle`` looks for gradients on
-their way, and ``BatchRollback`` restores copies of the members: all three look at what is declared.
+their way, and ``BatchRollback`` restores copies of the members: all three look at what members are declared.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def transient(default: Any) -> Any:
 
 
 def unreduced(default: Any) -> Any:
-    """Declare a member for gradients that wait for a reduce, perhaps a later backward's; false where none waits."""
+    """Declare a member for gradients that wait for a reduce, perhaps a later backward's; false if none do."""
     return _Member(default)
 
 
@@ -59,13 +59,13 @@ class StepState:
         return any(getattr(self, name) for name, each in members if each.is_dropped and each.is_saved)
 
     def drop_members(self) -> None:
-        """Give all members but those of ``history`` their defaults."""
+        """Set all members but those declared by ``history`` to their defaults."""
         for name, member in _members_of(type(self)):
             if member.is_dropped:
                 setattr(self, name, member.make())
 
     def save_members(self) -> Callable[[], None]:
-        """Return a function that gives ``unreduced`` and ``history`` members the values they have now."""
+        """Return a function that sets ``unreduced`` and ``history`` members back to the values that they have now."""
         saved = [(name, shallow_copy(getattr(self, name))) for name, each in _members_of(type(self)) if each.is_saved]
 
         def restore() -> None:

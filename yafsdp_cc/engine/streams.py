@@ -31,18 +31,18 @@ class CommHandle:
 
     def __init__(self) -> None:
         self.pending = False
-        """Whether ``wait`` has work to do; on CUDA, once there was an operation, it always has."""
+        """Whether ``wait`` has work to do; on CUDA always true after the first operation."""
         self.works: Sequence[dist.Work] = ()
         self.finish: Finish | None = None
 
     def wait(self, stream: torch.Stream | None = None) -> None:
-        """Make the caller's next work see the result. On CPU the completion callback runs in this call.
+        """Make the caller's next work wait for the operation. On CPU the completion callback runs in this call.
 
         Args:
             stream: on CUDA, the stream that waits in place of the caller's.
         """
         try:
-            for work in self.works:  # ``works`` is not emptied one by one: an interrupt may end this wait
+            for work in self.works:  # all stay in ``works`` for another wait, as an interrupt may end this one
                 work.wait()
         except RuntimeError:  # the collective has failed for good
             self.pending, self.works, self.finish = False, (), None
@@ -53,24 +53,24 @@ class CommHandle:
             finish()
 
     def is_running(self) -> bool:
-        """Return whether the collectives are under way. Any thread may ask."""
+        """Return whether the operation's collectives are under way. Any thread may ask."""
         return any(not work.is_completed() for work in self.works)
 
     def abandon(self) -> None:
-        """Let the caller's next work come after the collectives; on CPU, drop the completion callback."""
+        """Make the caller's next work wait for the collectives; on CPU, drop the completion callback."""
         self.finish = None
         self.wait()
 
 
 class CommStream:
-    """Issues operations in the order of the calls; on CPU, to gloo's threads, which do not order operations."""
+    """Stream that issues operations in the order of calls; on CPU, to gloo's threads, which do not keep the order."""
 
     is_ordered = False
-    """Whether the device orders operations; else operations that share buffers are waited for first."""
+    """Whether the device runs operations in order; else those that share buffers are waited for first."""
 
     def __init__(self) -> None:
         self.last: CommHandle | None = None
-        """Handle of the last operation."""
+        """Handle of the last operation that was issued."""
 
     def handle(self) -> CommHandle:
         """Return an idle handle of this stream, for any number of ``issue`` calls in turn."""
@@ -118,7 +118,7 @@ class PinnedCopy:
     """Copies a few numbers between host and device without making either wait for the other.
 
     On CUDA a copy from or to ordinary host memory blocks the host until the stream has run dry. ``PinnedCopy``
-    copies through pinned memory, and an event tells when that may be touched again. On other devices it is a plain
+    copies through pinned memory, and an event tells when that is free again. On other devices it is a plain
     copy.
 
     Args:
@@ -145,7 +145,7 @@ class PinnedCopy:
         self._passed.record(torch.cuda.current_stream(self._device))
 
     def receive(self, source: Tensor) -> list[float] | None:
-        """Return the numbers in ``source``. On CUDA, to avoid waiting, those of the call before; None at first."""
+        """Return the numbers in ``source``. On CUDA, to avoid waiting, those of the previous call; None at first."""
         if self._passed is None:
             return list(source.tolist())
         found = None

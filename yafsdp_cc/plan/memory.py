@@ -1,4 +1,4 @@
-"""Fills the plan of an engine: every figure is read from its layouts, buffers and collectives."""
+"""Makes the ``Plan`` of an engine: every figure is read from the engine's layouts, buffers and collectives."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _owners(state: FSDPState) -> tuple[PlannedOwner, ...]:
     for param in state.params:
         mesh = param.spec.mesh
         for owner, parts in Counter(() if param.spec.bounds is None else param.spec.owners).items():
-            # Experts may have a mesh of their own, on which the ranks of this shard have other numbers.
+            # Experts may have a mesh of their own, on which the ranks of this shard have other indices.
             alike = param.spec.global_mesh.mesh.select(mesh.ndim - 1, owner).flatten().tolist()
             for rank in (ranks.index(each) for each in alike if each in ranks):
                 owned[rank].append((param, parts / len(param.spec.owners)))
@@ -108,7 +108,7 @@ def regathered(state: FSDPState) -> list[ParamGroup]:
 
 
 def _traffic(state: FSDPState) -> tuple[PlannedTraffic, ...]:
-    """Return the bytes that one step sends for each group, if groups run in module order."""
+    """Return the bytes that one rank sends in one step for each group, if groups run in module order."""
     users = Counter(id(group.unsharded.buffer) for group in state.groups)
     again = regathered(state)
     sums = [] if state.context.replicas is None else state.context.replicas.outputs
@@ -161,7 +161,7 @@ def _host(state: FSDPState) -> PlannedHost:
 
 
 def _dtypes(state: FSDPState) -> tuple[PlannedDtypes, ...]:
-    """Return the dtypes of all parameters, sharded ones first."""
+    """Return rows of the dtypes that parameters share, those of sharded parameters first."""
     tensors: Counter[tuple[str, str, str, str]] = Counter()
     for flat in state.flats:
         gathered = flat.all_gather.encoding() or _name(flat.compute_dtype)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from yafsdp_cc.engine.spec import PlannedChoice, Role
 
 WIDTH = 100
-"""Columns the printed plan may use."""
+"""Largest width of the printed plan, in characters."""
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,12 @@ class PlannedBuffers:
     gradient_buffers: int
     gradient_buffer_bytes: int
     kept_buffers: int = 0
-    """Number of the weight buffers in which whole weights remain, for delta all-gathers."""
+    """Number of those weight buffers in which unsharded weights remain, for delta all-gathers."""
 
 
 @dataclass(frozen=True)
 class PlannedReplicated:
-    """Replicated parameters, and all bytes the engine holds for them on its device."""
+    """Numbers of replicated parameters and of their elements, and all bytes on the device for them."""
 
     parameters: int
     elements: int
@@ -70,7 +70,7 @@ class PlannedDtypes:
 
 @dataclass(frozen=True)
 class PlannedTraffic:
-    """Bytes one rank sends in one step for one unit."""
+    """Bytes that one rank sends in one step for one unit, by collective."""
 
     gather_forward: int
     gather_backward: int
@@ -80,17 +80,17 @@ class PlannedTraffic:
 
 @dataclass(frozen=True)
 class PlannedCommunication:
-    """Bytes one rank sends in one step (it receives as many). The first step also gathers frozen weights that are then
-    kept, and gathers exactly what later steps gather as deltas."""
+    """Bytes that one rank sends in one step (it receives as many). The first step also gathers frozen weights, which
+    are then kept, and gathers exactly the weights that later steps gather as deltas."""
 
     gather_forward: int
     gather_backward: int
     reduce: int
     replicated: int
     replicas: int = 0
-    """Bytes to sum the gradients of this rank's shard over the replicas of the model."""
+    """Bytes that one rank sends to sum the gradients of its shard over the replicas of the model."""
     secondary: int = 0
-    """Bytes of ``gather_backward`` that come from secondary shards: only the ranks that share one send them."""
+    """Bytes of ``gather_backward`` sent from secondary shards, among the neighbouring ranks that share one."""
 
     @property
     def sent(self) -> dict[str, int]:
@@ -114,7 +114,7 @@ class PlannedHost:
 
     @property
     def memory(self) -> dict[str, int]:
-        """Bytes of host memory by name of what they hold, without the optimizer's state."""
+        """Bytes of host memory by what they hold, such as "gradient shards", without the optimizer's state."""
         return {
             "parameter shards": self.parameters,
             "gradient shards": self.gradients,
@@ -124,7 +124,7 @@ class PlannedHost:
 
 @dataclass(frozen=True)
 class PlannedOwner:
-    """The matrices that one rank of a shard owns; a parameter that is a stack of matrices counts once."""
+    """The matrices that one rank of a shard owns; a parameter that is a stack of matrices is named once."""
 
     rank: int
     matrices: tuple[str, ...]
@@ -160,12 +160,12 @@ class Plan:
     receive_bytes: int
     adamw_bytes: int
     traffic: tuple[PlannedTraffic, ...] = ()
-    """Bytes sent for each unit; ``communication`` has the sums."""
+    """Bytes that one rank sends in one step for each unit; ``communication`` has the sums over units."""
     replicas: int = 1
     """Number of replicas of the model, each sharded across ``world`` ranks."""
     replica_bytes: int = 0
     sync_bytes: Mapping[str, int] = field(default_factory=dict)
-    """Bytes of a ``ReplicaSync``'s buffers for the shard, by name."""
+    """Bytes of the buffers that a ``ReplicaSync`` has for this rank's shard, by name."""
     secondary_shard_bytes: int = 0
     secondary_ranks: int = 0
     """Number of neighbouring ranks that share a secondary shard; 0 for none."""
@@ -173,24 +173,24 @@ class Plan:
     owners: tuple[PlannedOwner, ...] = ()
     """Matrices that each rank owns whole; empty with ``ownership="flat"``."""
     choices: tuple[PlannedChoice, ...] = ()
-    """Bytes that each codec sends and bytes of its residuals; empty unless gradients are encoded."""
+    """Bytes that encoding gradients with each codec would send and hold as residuals; empty unless they are encoded."""
     delta_bytes: int = 0
     """Bytes of scratch for encoded weights and deltas of weights."""
     transfer_bytes: int = 0
-    """Bytes on the device for copies from and to host memory."""
+    """Bytes on the device of buffers for copies of offloaded shards and gradients from and to host memory."""
     host: PlannedHost | None = None
-    """Bytes of offloaded shards; None if nothing is offloaded."""
+    """Bytes of offloaded shards and gradients in host memory; None if nothing is offloaded."""
     chosen: str = ""
     """Codecs that ``compression="auto"`` has chosen so far, in words; the plan's bytes and residuals are theirs."""
     arguments: tuple[PlannedArgument, ...] = ()
     """Arguments that a run file, the environment or the command line gave, each with its source."""
     dtypes: tuple[PlannedDtypes, ...] = ()
-    """Dtypes of parameters, of the forward, and of what is sent."""
+    """Dtypes in which parameters are updated, computed with, gathered and reduced."""
     snapshot_bytes: int = 0
     """Bytes of this rank's part of a snapshot by ``Rescue``, with AdamW's state. Host memory holds one copy, and the
     node's /dev/shm up to four: two of this rank's part and two of that of the rank whose buddy this rank is."""
     whole_elements: int = 0
-    """Elements of the whole model, including parts that tensor or expert parallelism puts on other ranks."""
+    """Number of elements of the whole model, with parts that tensor or expert parallelism puts on other ranks."""
 
     @property
     def parameters(self) -> int:
@@ -199,12 +199,12 @@ class Plan:
 
     @property
     def elements(self) -> int:
-        """Number of elements that this shard's ranks hold together, without padding."""
+        """Number of parameter elements that the ranks of this shard hold together, without padding."""
         return sum(unit.elements for unit in self.units) + self.replicated.elements
 
     @property
     def memory(self) -> dict[str, int]:
-        """Bytes this rank holds on its device, by name."""
+        """Bytes that the engine holds on this rank's device, by what they hold, such as "weight buffers"."""
         always = {
             "parameter shards": self.parameter_shard_bytes,
             "gradient shards": self.gradient_shard_bytes,
@@ -235,7 +235,7 @@ class Plan:
         return 0 if self.host is None else sum(self.host.memory.values())
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the plan in plain types, with the totals, for JSON."""
+        """Return the plan and its totals as a dict of plain types, for JSON."""
         counts = {"parameters": self.parameters, "elements": self.elements}
         totals = {"owned_bytes": self.owned_bytes, "host_bytes": self.host_bytes, "memory": self.memory}
         return {**asdict(self), **counts, **totals, "communication_bytes": self.communication.total}
@@ -302,12 +302,12 @@ def _unit_rows(units: Sequence[PlannedUnit], replicated: PlannedReplicated) -> I
 
 
 def _run_name(names: Sequence[str]) -> str:
-    """Return one name for adjacent units, ``model.layers.0 ... 23 x24``: of the last unit's name only what differs."""
+    """Return one name for adjacent units, ``model.layers.0 ... 23 x24``, with what differs in the last unit's name."""
     if len(names) == 1:
         return names[0]
     first, last = names[0].split("."), names[-1].split(".")
     differ = (index for index, parts in enumerate(zip(first, last, strict=False)) if parts[0] != parts[1])
-    shared = next(differ, len(first))  # the last unit may lie within the first
+    shared = next(differ, len(first))  # the last unit may be a part of the first
     return f"{names[0]} ... {'.'.join(last[shared:])}  x{len(names)}"
 
 

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 def all_gather_objects(item: T, across: Sequence[dist.ProcessGroup]) -> list[T]:
-    """Return every rank's item, in row-major order of a mesh; ``across`` are its groups, the last dimension's first.
+    """Return every rank's ``item``, in row-major order of a mesh with groups ``across``, the last dimension's first.
 
     Raises:
         RuntimeError: a rank does not take part.
@@ -45,13 +45,13 @@ def all_gather_objects(item: T, across: Sequence[dist.ProcessGroup]) -> list[T]:
 
 _missing: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
 _questions: Counter[str] = Counter()
-"""Results of ``missing_in`` by group, and numbers of its questions by the group's name: one failure leads to others."""
+"""Results of ``missing_in`` by group, and how often it has asked by the group's name: one failure leads to others."""
 _stores: weakref.WeakKeyDictionary[Store, Store] = weakref.WeakKeyDictionary()
-"""Clone of the default store, made before anything fails: connecting to a store that is gone takes its time-out."""
+"""Clone of each default store, made before a failure: to connect to a store that is gone takes its time-out."""
 
 
 def _own_store() -> Store:
-    """Return a clone of the default store; a wait on that itself would block its connection."""
+    """Return a clone of the default store, as a wait on the default store itself would block its connection."""
     store = dist.distributed_c10d._get_default_store()
     if store not in _stores:
         _stores[store] = store.clone()  # type: ignore[attr-defined]  # torch's stub
@@ -59,14 +59,14 @@ def _own_store() -> Store:
 
 
 def missing_in(group: dist.ProcessGroup) -> str:
-    """Return "no answer from rank 3, which" if that rank does not tell the store that the group has failed, else ""."""
+    """Return "no answer from rank 3, which" if rank 3 does not report the group's failure to the store, else ""."""
     if group not in _missing:
         with suppress(RuntimeError, ValueError, KeyError):  # the store or the group is gone
             store, name, ranks = _own_store(), group.group_name, dist.get_process_group_ranks(group)
             _questions[name] += 1
             key = f"yafsdp_cc/failed/{name}/{_questions[name]}"
             store.set(f"{key}/asked", "")
-            # ``wait`` raises where the store is gone, and no rank is to blame
+            # ``wait`` raises if the store is gone, so that no rank is blamed for that
             store.wait([f"{key}/asked"], timedelta(seconds=1))
             if silent := exchange_over_store(store, key, group.rank(), ranks, "")[0]:
                 _missing[group] = f"no answer from {named_ranks(silent)}, which"
@@ -74,16 +74,16 @@ def missing_in(group: dist.ProcessGroup) -> str:
 
 
 _TIMEOUT, _GLANCE = 5.0, 0.05
-"""Seconds that ``exchange_over_store`` waits for the texts of all ranks together, and at least for that of each."""
+"""Seconds that ``exchange_over_store`` waits for the texts of all ranks together, and at least for each text."""
 
 
 def exchange_over_store(store: Store, key: str, rank: int, ranks: Sequence[int], text: str) -> tuple[list[int], str]:
-    """Tell the other ranks ``text`` where collectives no longer work; return who is silent, and all texts as lines.
+    """Exchange texts between ranks where collectives fail; return the silent ranks, and all ranks' texts as lines.
 
-    ``rank`` is this one's index among ``ranks``.
+    ``rank`` is the index of this rank among ``ranks``.
     """
     until, answers = time.monotonic() + _TIMEOUT, []
-    with suppress(RuntimeError, ValueError):  # the store may be gone with the rank or the launcher that held it
+    with suppress(RuntimeError, ValueError):  # the store may be gone with the rank or launcher whose process held it
         store.set(f"{key}/{rank}", text)
     for other in range(len(ranks)):
         try:
@@ -97,7 +97,7 @@ def exchange_over_store(store: Store, key: str, rank: int, ranks: Sequence[int],
 
 @contextmanager
 def refused_together(*across: dist.ProcessGroup) -> Iterator[None]:
-    """Raise on every rank what one rank raises within the block, so that no other waits for that rank in vain.
+    """Raise on every rank what one rank raises within the block, so that no other rank waits for it in vain.
 
     The other ranks raise a ``ValueError``, with the message of the rank that raised.
     """
@@ -127,7 +127,7 @@ def check_settings(settings: Mapping[str, object], across: Sequence[dist.Process
 
 
 def check_dense(named: Iterable[tuple[str, object]], what: str) -> None:
-    """Raise a ``ValueError`` that names the first tensor in ``named`` that is not dense: ``what`` takes none."""
+    """Raise a ``ValueError`` that names the first tensor in ``named`` that is not dense, as ``what`` requires."""
     for name, each in named:
         if isinstance(each, torch.Tensor) and (each.layout is not torch.strided or each.is_nested or each.is_quantized):
             raise ValueError(
@@ -137,27 +137,27 @@ def check_dense(named: Iterable[tuple[str, object]], what: str) -> None:
 
 
 _NAMED = 8
-"""Number of ranks that a message names at most."""
+"""Largest number of ranks that an error message names."""
 
 
 def named_ranks(ranks: Sequence[int]) -> str:
-    """Return "rank 3", "ranks 0, 3" or, of many ranks, the first ones and the number of the others."""
+    """Return "rank 3", "ranks 0, 3" or, for many ranks, the first eight and the number of the others."""
     more = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:_NAMED]))}{more}"
 
 
 def table_of_ranks(entries: Iterable[object], ranks: Iterable[int] | None = None) -> str:
-    """Return the entries of ``ranks``, or of rank 0 and the following, as lines of an error message."""
+    """Return ``entries`` as lines of an error message, one for each of ``ranks`` or for rank 0 and the following."""
     numbers = itertools.count() if ranks is None else ranks
     return "\n".join(f"  rank {rank}: {entry}" for rank, entry in zip(numbers, entries, strict=False))
 
 
 _CHECKSUM_BLOCK = 1 << 20
-"""Bytes of a tensor summed at once: bounds the memory of a checksum."""
+"""Number of bytes of a tensor that ``checksum`` sums at a time, to bound its memory."""
 
 
 def checksum(tensor: Tensor) -> int:
-    """Return a 64-bit sum of the tensor's bytes, each 32-bit word weighted by its place, so that swapped words show."""
+    """Return a 64-bit sum of the tensor's bytes, each 32-bit word weighted by its index, so that swapped words show."""
     data = tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
     total = 0
     for block in data.split(_CHECKSUM_BLOCK):

@@ -1,4 +1,4 @@
-"""Process groups: made once, their backends and time-outs, and memory from their allocators."""
+"""Process groups: how they are made, their backends and time-outs, and memory from their allocators."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 @atexit.register
 def _let_threads_release() -> None:
     """Wait until gloo's threads are at rest: one of them may have to release the last collective's tensors, which
-    aborts the process, of any program with gloo, if the interpreter is ending by then."""
+    aborts any process with gloo whose interpreter is ending by then."""
     states, end = "R", time.monotonic() + 2
     while "R" in states and (states := _states_of_gloo()) and time.monotonic() < end:
-        time.sleep(0.05)  # the threads may have the interpreter meanwhile
+        time.sleep(0.05)  # gloo's threads may take the interpreter's lock meanwhile
 
 
 def _states_of_gloo() -> str:
-    """Return the state of each thread of gloo that runs operations, by a letter: R if it runs or is about to. The
-    threads of a group that something refers to outlive ``destroy_process_group()``."""
+    """Return a letter for the state of each thread in which gloo runs operations: R if it runs or is about to. The
+    threads of a group that is still referred to outlive ``destroy_process_group()``."""
     states = ""
     for task in Path("/proc/self/task").glob("*"):
         with suppress(OSError):  # the thread has ended
@@ -41,7 +41,7 @@ def _states_of_gloo() -> str:
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
-    """Return how long a group waits for its ranks; None where its backends do not tell."""
+    """Return the time-out of a group's collectives; None where the group's backends do not tell."""
     for device in group._device_types:
         timeout = getattr(getattr(group._get_backend(device), "options", None), "_timeout", None)
         if isinstance(timeout, timedelta):
@@ -58,8 +58,8 @@ hold groups, as a thread of gloo that is at work when the interpreter ends abort
 
 
 def group_once(parent: dist.ProcessGroup, key: Hashable, make: Callable[[], dist.ProcessGroup]) -> dist.ProcessGroup:
-    """Return the group that ``make`` has made of ranks of ``parent`` for this key, once: a new one costs memory and a
-    collective."""
+    """Return the group of ranks of ``parent`` that ``make`` made for ``key``; call ``make`` once, as a new group costs
+    memory and a collective."""
     known = _groups_of.setdefault(parent, weakref.WeakValueDictionary())
     group = known.get(key)
     if group is None:
@@ -68,10 +68,10 @@ def group_once(parent: dist.ProcessGroup, key: Hashable, make: Callable[[], dist
 
 
 def new_group(members: Sequence[int], timeout: timedelta | None, backend: str | None = None) -> dist.ProcessGroup:
-    """Make a group of these global ranks, this one among them. A collective of its members alone.
+    """Make a group of the global ranks ``members``, among them this one. A collective of the members alone.
 
     Where ``init_process_group`` was given a ``device_id``, torch splits NCCL's communicators of new groups off that of
-    all ranks, and ``ncclCommSplit`` waits for every one of these. So ``new_group`` hides ``device_id`` while it makes a
+    all ranks, and ``ncclCommSplit`` waits for all ranks. So ``new_group`` hides ``device_id`` while it makes a
     group of some ranks, which then gets a communicator of its own at its first collective.
     """
     everybody = dist.distributed_c10d._get_default_group()
@@ -91,7 +91,7 @@ def new_group(members: Sequence[int], timeout: timedelta | None, backend: str | 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
     """Return the name of the backend that carries tensors of ``device`` in ``group``, in lower case.
 
-    A ``ValueError`` tells of a group without a backend for that device.
+    Raise a ``ValueError`` if the group has no backend for that device.
     """
     if is_python_group(group):
         return str(group.name()).lower()
@@ -105,13 +105,13 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
 
 
 def is_python_group(group: dist.ProcessGroup) -> bool:
-    """Return whether ``group`` is written in Python, as one that plays many ranks is: such a group has no backends."""
+    """Return whether ``group`` is a class in Python, as fakes of many ranks are: such a group has no backends."""
     kind = type(group)
     return issubclass(kind, dist.ProcessGroup) and kind is not dist.ProcessGroup and "allreduce" in vars(kind)
 
 
 class PythonGroup:
-    """A process group that is written in Python, under the names by which C++ ones are called."""
+    """Adapter for a process group written in Python: it has the methods that C++ process groups have."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group

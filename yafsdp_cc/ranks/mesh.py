@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 if TYPE_CHECKING:
     from torch import Tensor
 
-# torch has functions of the first names since 2.13, and had those of the second names before.
+# Since torch 2.13 these functions have the first name, before they had the second one.
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
@@ -37,20 +37,20 @@ def replicate_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
 
 
 def shard_rank(mesh: DeviceMesh) -> int:
-    """Return this rank's number among those that parameters are sharded across."""
+    """Return the index of this rank among the ranks that parameters are sharded across."""
     rank: int = mesh.get_local_rank(mesh.ndim - 1)
     return rank
 
 
 def all_groups(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
-    """Return the shard group, then the replicate group if there is one: a collective over each reaches all ranks."""
+    """Return the shard group, then the replicate group if there is one: together they reach all ranks of the mesh."""
     replicas = replicate_group(mesh)
     return [shard_group(mesh), *([] if replicas is None else [replicas])]
 
 
 @dataclass(frozen=True, eq=False)
 class MeshInfo:
-    """A mesh and this rank's device on it."""
+    """A device mesh, and this rank's device on that mesh."""
 
     mesh: DeviceMesh
     device: torch.device
@@ -77,7 +77,7 @@ class MeshInfo:
 def to_mesh_device(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
     """Return ``tensor``, copied if needed to the kind of device that the mesh's collectives take.
 
-    Offloaded tensors are in host memory, and the mesh's process group may know GPUs alone.
+    Offloaded tensors are in host memory, and the mesh's process group may have a backend for GPUs alone.
     """
     return tensor if tensor.device.type == mesh.device_type else tensor.to(mesh.device_type)
 
@@ -94,7 +94,7 @@ def all_reduce_over(
 
 
 def broadcast_over(groups: Iterable[dist.ProcessGroup], tensor: Tensor, mesh: DeviceMesh) -> None:
-    """Overwrite ``tensor`` with that of the first rank of each of ``groups`` in turn."""
+    """Broadcast ``tensor`` from the first rank of each of ``groups``, one group after the other."""
     carried = to_mesh_device(tensor, mesh)
     for group in groups:
         dist.broadcast(carried, group=group, group_src=0)
@@ -103,8 +103,8 @@ def broadcast_over(groups: Iterable[dist.ProcessGroup], tensor: Tensor, mesh: De
 
 
 def writable(tensor: Tensor) -> Tensor:
-    """Return ``tensor``, detached. One that cannot be written to, an expanded view or one made in inference mode, first
-    gets memory of its own."""
+    """Return ``tensor``, detached. A tensor that cannot be written to, an expanded view or one made in inference mode,
+    first gets memory of its own."""
     if type(tensor) is torch.Tensor and tensor.is_inference():
         torch.utils.swap_tensors(tensor, tensor.clone())
     elif tensor.layout is torch.strided and torch._debug_has_internal_overlap(tensor) == 1:
@@ -113,10 +113,10 @@ def writable(tensor: Tensor) -> Tensor:
 
 
 def broadcast_values(tensors: Sequence[Tensor], mesh: DeviceMesh) -> None:
-    """Give every rank the elements of the first rank's tensors, of any dtype."""
+    """Overwrite ``tensors``, of any dtype, with those of the mesh's first rank."""
     for tensor in tensors:
         whole = tensor.resolve_conj().resolve_neg().contiguous()
-        data = whole.view(-1).view(torch.uint8)  # gloo does not carry every dtype
+        data = whole.view(-1).view(torch.uint8)  # as bytes: gloo does not carry every dtype
         broadcast_over(all_groups(mesh), data, mesh)
         if whole is not tensor:
             writable(tensor).copy_(whole)
