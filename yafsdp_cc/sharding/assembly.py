@@ -59,9 +59,9 @@ if TYPE_CHECKING:
 
 
 NO_FLAGS = (0.0,)
-"""Usage flags in an all-reduce on a mesh other than the root's: one number in their place, which no rank reads."""
+"""Placeholder for usage flags in an all-reduce on a mesh other than the root's: one number that no rank reads."""
 ContextsByMesh: TypeAlias = "dict[DeviceMesh, tuple[CommContext, CommContext]]"
-"""``CommContext`` of all-gathers and of reduces on each mesh; all meshes share streams and scratch buffers."""
+"""``CommContext`` of all-gathers and ``CommContext`` of reduces for each mesh; meshes share scratch buffers."""
 
 
 def state_of(module: nn.Module) -> FSDPState | None:
@@ -70,7 +70,7 @@ def state_of(module: nn.Module) -> FSDPState | None:
     return state
 
 
-@torch.inference_mode(False)  # buffers made in inference mode could not be written in training
+@torch.inference_mode(False)  # training could not write buffers made in inference mode
 def assemble(model: nn.Module) -> FSDPState:
     """Make the engine of everything that is sharded in ``model``, which becomes the root. A collective.
 
@@ -82,7 +82,7 @@ def assemble(model: nn.Module) -> FSDPState:
     specs = specs_below(model)
     _name(model, specs)
     take_back(specs)
-    # A model that has an engine was checked on all ranks before: no need for the host to wait for them again.
+    # Ranks have checked a model that has an engine together before: the host need not wait for them again.
     with refused_together(*(() if state_of(model) is not None else all_groups(specs[-1].info.mesh))):
         _check(model, specs)
     collectives = _join_collectives(specs)
@@ -110,7 +110,7 @@ def assemble(model: nn.Module) -> FSDPState:
     engines.add(state)
     _connect(state)
     for flat in state.flats:
-        if flat.trainable or flat.sharded_grad is not None:  # frozen parameters may still have a residual
+        if flat.trainable or flat.sharded_grad is not None:  # parameters frozen later may still have residuals
             context.bind_reduce(flat)
     for old in retired:
         context.has_warned |= old.context.has_warned
@@ -127,13 +127,13 @@ def assemble(model: nn.Module) -> FSDPState:
 
 
 def _name(model: nn.Module, specs: Sequence[ParamGroupSpec]) -> None:
-    """Name groups and parameters by their names in ``model``."""
+    """Give groups and parameters their full names in ``model``."""
     names = {module: name for name, module in model.named_modules()}
     for spec in specs:
         spec.name = next(names[module] for module in spec.modules if module in names) or ROOT
         for param in spec.params:
             site = next((site for site in param.sites if site[0] in names), None)
-            if site is not None:  # a parameter whose module was removed from the model keeps its name
+            if site is not None:  # else the module was removed from the model: keep the name
                 module, attribute = site
                 param.spec.name = f"{names[module]}.{attribute}" if names[module] else attribute
 
@@ -149,7 +149,7 @@ def _check(model: nn.Module, specs: Sequence[ParamGroupSpec]) -> None:
         compressed = next((spec.collectives for spec in specs if spec.collectives is not EXACT), EXACT)
         try:
             compressed.check_overrides([name for name, _ in model.named_parameters()])
-        except ValueError as error:  # stages of a pipeline may have one compression, and each a part of the names
+        except ValueError as error:  # pipeline stages may share settings, each with a part of the names
             warnings.warn(str(error), stacklevel=2)
     for spec in specs:
         if spec.flats:
@@ -166,7 +166,7 @@ def _check(model: nn.Module, specs: Sequence[ParamGroupSpec]) -> None:
 
 
 def _check_mesh(spec: ParamGroupSpec, root: ParamGroupSpec) -> None:
-    """Raise a ``ValueError`` if the mesh of a unit does not let it run in the forwards of ``root``."""
+    """Raise a ``ValueError`` if the mesh of the unit ``spec`` does not let the unit run in forwards of ``root``."""
     mesh, outer = spec.info.mesh, root.info.mesh
     if mesh == outer:
         return
@@ -191,7 +191,7 @@ def _replicas(info: MeshInfo) -> list[int]:
 
 
 def _join_collectives(specs: Sequence[ParamGroupSpec]) -> Collectives:
-    """Make one factory serve all groups that are not exact; return it, or the exact one if all groups are."""
+    """Give all groups with compression one factory of collectives; return that, or ``EXACT`` if there are none."""
     first: Collectives = EXACT
     for spec in specs:
         if spec.collectives in (EXACT, first):
@@ -266,16 +266,16 @@ def _count_reduced(counters: Counters, nbytes: int) -> None:
 
 
 def _stream(streams: dict[str, CommStream], kind: str, device: torch.device) -> CommStream:
-    """Return one of the ``streams`` that several roots may share, made at first use."""
+    """Return the communication stream ``kind`` of ``streams``, which several roots may share; make it at first use."""
     if kind not in streams:
         streams[kind] = comm_stream(device)
     return streams[kind]
 
 
 def _communicators(info: MeshInfo, *, separate: bool) -> tuple[Communicator, Communicator]:
-    """Return the communicators of all-gathers and of reduces on a mesh, the same one unless reduces need their own."""
+    """Return the communicators of all-gathers and of reduces on a mesh: a single one unless reduces need their own."""
     device, group = info.device, info.shard_group
-    # Over gloo a second communicator costs next to nothing, and two ranks need one (see communicator.Communicator).
+    # Over gloo a second communicator costs next to nothing, and two ranks need it (see ``Communicator``).
     is_gloo = backend_of(group, device) == "gloo"
     separate = separate or (is_gloo and group.size() == 2)
     reduce = _derived_group(info, group.size()) if separate else group
@@ -286,31 +286,31 @@ def _communicators(info: MeshInfo, *, separate: bool) -> tuple[Communicator, Com
 
 
 def _derived_group(info: MeshInfo, size: int) -> dist.ProcessGroup:
-    """Return another group of this rank and its neighbours in the shard group, ``size`` in all. A collective once."""
+    """Return a group of ``size`` neighbouring ranks of the shard group, with this one. A collective at first."""
     group = info.shard_group
     first = group.rank() // size * size
     members = dist.get_process_group_ranks(group)[first : first + size]
-    timeout = timeout_of(group)  # the shard group's time-out, not torch's default
+    timeout = timeout_of(group)  # the new group gets the shard group's time-out, not torch's default
     return group_once(group, size, lambda: new_group(members, timeout))
 
 
 def _make_groups(
     context: GroupContext, specs: Sequence[ParamGroupSpec], own: ParamGroupSpec | None
 ) -> dict[ParamGroupSpec, ParamGroup]:
-    """Make a group for each spec that has parameters to unshard or a module to call; ``own`` is the root's spec."""
+    """Make a group for each spec with sharded parameters and, but for ``own``, the root's, with replicated ones."""
     groups = {
         spec: ParamGroup(context, spec, _role(spec, specs, own))
         for spec in specs
         if spec.flats or (spec is not own and spec.replicated)
     }
-    for spec, group in groups.items():  # a spec without weights, such as the root's, has no group to gather
+    for spec, group in groups.items():  # prefetches may name specs without a group
         group.forward_prefetch = tuple(groups[each] for each in spec.settings.forward_prefetch if each in groups)
         group.backward_prefetch = tuple(groups[each] for each in spec.settings.backward_prefetch if each in groups)
     return groups
 
 
 def _role(spec: ParamGroupSpec, specs: Sequence[ParamGroupSpec], own: ParamGroupSpec | None) -> Role:
-    """Return the spec's role. A unit of composite modules is a block, so that no embedding determines buffer sizes."""
+    """Return the role of a group. One of composite modules is a block, so that no embedding determines buffer sizes."""
     if spec is own:
         return "root"
     if spec.role is not None:
@@ -322,7 +322,7 @@ def _role(spec: ParamGroupSpec, specs: Sequence[ParamGroupSpec], own: ParamGroup
 
 
 def _make_collectives(context: GroupContext, group: ParamGroup, contexts: ContextsByMesh) -> None:
-    """Make a group's collectives and bind its all-gathers. Those that sum are made only once: they have residuals."""
+    """Make a group's collectives and bind its all-gathers. Sums are made only once, as they have residuals."""
     factory, settings, info = group.spec.collectives, group.spec.settings, group.spec.info
     gather, reduce = contexts[info.mesh]
     keeps = settings.keeps_unsharded or group.role == "root"
@@ -376,7 +376,7 @@ def _make_grad_buffers(context: GroupContext, role: Role, members: Sequence[Para
 
 
 def _allocator(members: Sequence[ParamGroup], context: CommContext) -> dist.ProcessGroup | None:
-    """Return the process group whose memory the buffers of ``members`` use; None: ordinary memory."""
+    """Return the process group that allocates the buffers of ``members``; None: ordinary memory."""
     registers = any(group.spec.settings.allocates_from_group for group in members)
     return context.comm.group if registers else None
 
@@ -390,12 +390,12 @@ class ReplicatedParamsOfMeshes(ReplicatedParams):
         mesh of root   a   a   a   a      all parameters but the experts' are sharded across four ranks
         experts        a   b   a   b      expert parallelism has divided these in two, each half is sharded across two
 
-    Each mesh has communicators of its own; streams, buffers, the order of operations and what ranks exchange at the end
+    Each mesh has communicators of its own; streams, buffers, the order of operations and the usage flags at the end
     of a backward are those of the root, whose mesh has all ranks of the others.
 
     Args:
-        own: parameters on the root's mesh, whose all-reduce also carries the flags that ranks exchange.
-        others: parameters on other meshes.
+        own: replicated parameters on the root's mesh, whose all-reduce also carries the usage flags of all ranks.
+        others: replicated parameters on other meshes, one object for each mesh.
     """
 
     def __init__(self, own: ReplicatedParams, others: Sequence[ReplicatedParams]) -> None:
@@ -434,8 +434,8 @@ def _make_replicated(
             flat.make_sharded_grad()
     count = sum(len(group.params) for group in context.groups) + sum(len(flat.params) for flat in flats)
     replicas = None if context.replicas is None else context.replicas.context.comm
-    # Collectives of replicated parameters run on the stream of the reduces and in their communicators. Those on the
-    # root's mesh also carry the flags that ranks exchange.
+    # Collectives of replicated parameters run on the stream and in the communicators of reduces. The collectives on
+    # the root's mesh also carry the usage flags that ranks exchange.
     own, *others = (
         ReplicatedParams(
             flats,

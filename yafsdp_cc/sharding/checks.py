@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 
 TRAINED_IN = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-"""Dtypes that weights may be computed in, and gradients summed in."""
+"""Dtypes in which forwards may use weights, and in which gradients may be summed."""
 
 
 def check_types(*, ignored_params: Collection[nn.Parameter] = (), **arguments: tuple[object, Any, str]) -> None:
-    """Raise a ``TypeError`` that names the first wrong one of ``arguments``: name=(value, types, types in words)."""
+    """Raise a ``TypeError`` that names the first argument of a wrong type: name=(value, types, types in words)."""
     ignored = {
         f"ignored_params[{index}]": (each, nn.Parameter, "parameters themselves, not their names")
         for index, each in enumerate(ignored_params)
@@ -41,9 +41,9 @@ def check_types(*, ignored_params: Collection[nn.Parameter] = (), **arguments: t
 
 
 def check_policy(policy: MixedPrecisionPolicy) -> None:
-    """Raise for a dtype of ``policy`` that training cannot use.
+    """Raise an error for a dtype of the mixed-precision ``policy`` that training cannot use.
 
-    Integers have no gradients; float8 would need scales, and few kernels and backends know it. A module's output is
+    Integers have no gradients; float8 would need scales, and few kernels and backends take it. A module's output is
     only cast, so ``output_dtype`` may be any dtype that can have gradients.
     """
     for name in ("param_dtype", "reduce_dtype", "output_dtype"):
@@ -68,7 +68,7 @@ def check_no_hooks(owned: Sequence[OwnedParameter]) -> None:
 
 
 def check_modules(model: nn.Module, call: str) -> None:
-    """Raise a ``ValueError`` if ``call`` would make something of ``model`` that cannot be trained."""
+    """Raise a ``ValueError`` if ``call``, which shards ``model``, would make something that cannot be trained."""
     if torch.is_inference_mode_enabled():
         raise ValueError(f"{call} under torch.inference_mode() would make weights that cannot be trained")
     for name, module in model.named_modules():
@@ -85,7 +85,7 @@ def check_modules(model: nn.Module, call: str) -> None:
 
 
 class _Line(NamedTuple):
-    """Facts of one parameter that must be equal on all ranks."""
+    """What must be equal on all ranks of one parameter: name, description and checksum of values."""
 
     name: str
     description: str
@@ -100,17 +100,17 @@ def _checksum(parameter: nn.Parameter) -> int:
 
 
 def values_of(parameter: nn.Parameter) -> list[Tensor]:
-    """Return all tensors whose values must be equal on all ranks: local tensors, and metadata of tensor subclasses."""
+    """Return the tensors of a parameter that must be equal on all ranks: its local ones, and a subclass's metadata."""
     subclass = subclass_of(parameter)
     return [*tensors_of(local_tensor(parameter)), *(() if subclass is None else subclass.metadata())]
 
 
 @torch.no_grad()
 def check_equal(owned: Sequence[OwnedParameter], across: Sequence[dist.ProcessGroup], *, values: bool) -> None:
-    """Compare names, shapes, dtypes and ``requires_grad`` across ranks, and with ``values`` the elements too.
+    """Compare parameters across ranks: names, shapes, dtypes, ``requires_grad`` and, with ``values``, the elements.
 
     Raises:
-        ValueError: on every rank, naming the first parameter that differs.
+        ValueError: on every rank, naming the first parameter that differs between ranks.
     """
     lines = []
     for each in owned:

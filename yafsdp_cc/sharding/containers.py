@@ -1,7 +1,7 @@
 """Lists, dicts and dataclasses in a module's arguments, into which its forward may put outputs.
 
-A forward gets copies of containers that hold tensors to gate or cast. What it puts into a copy (``skips.append(x)``,
-``batch["x"] = x``) is an output, and goes to the caller's own container. What it puts into a container that was not
+A forward gets copies of containers that hold tensors to gate or cast. A tensor put into a copy (``skips.append(x)``,
+``batch["x"] = x``) is an output, and goes to the caller's own container. One put into a container that was not
 copied, such as an empty list, has no hook: some output of the module has to lead to the loss, or the backward raises.
 """
 
@@ -16,15 +16,15 @@ from typing import Any
 from torch import Tensor
 
 NO_CONTAINERS = (Tensor, type(None), bool, int, float, str)
-"""Classes of arguments that are no containers, as most arguments are."""
+"""Classes of most arguments of forwards, which are known to be no containers."""
 
 
 def returning_containers(given: Sequence[Any], passed: Sequence[Any], finish: Callable[[Any], Any]) -> Any:
-    """Return a function that applies ``finish`` to a forward's output and to what it has put into its arguments.
+    """Return a function that applies ``finish`` to a forward's output and to what the forward put into arguments.
 
     Args:
-        given: arguments of the caller.
-        passed: the same arguments as the forward gets them.
+        given: arguments that the caller has passed.
+        passed: the arguments that the forward gets, with copies of containers.
     """
     copied = list(_copied(given, passed))
     return partial(_finish, copied, finish) if copied else finish
@@ -71,7 +71,7 @@ class _Copied:
         Items that the forward has left in the copy stay what they were in the caller's container.
 
         Args:
-            written: the values to put in, as of ``written()``.
+            written: values of ``written()``, perhaps cast or hooked, which go into the caller's container.
         """
         before, after, own = self._before, _contents(self.passed), _contents(self.given)
         if after.keys() == before.keys() and all(after[key] is each for key, each in before.items()):
@@ -81,7 +81,7 @@ class _Copied:
         if isinstance(self.given, (list, deque)):
             self.given.clear()
             self.given.extend(values.values())
-        elif isinstance(self.given, dict):  # output classes of Transformers refuse ``clear``
+        elif isinstance(self.given, dict):  # no ``clear``: output classes of Transformers refuse it
             for key in own.keys() - values.keys():
                 del self.given[key]
             for key, value in values.items():
@@ -101,6 +101,6 @@ def _copied(given: Any, passed: Any) -> list[_Copied]:
         found, own, copies = [_Copied(given, passed)], _contents(given), _contents(passed)
     else:
         return []
-    for key in (key for key in own if key in copies):  # a class's ``__copy__`` may leave attributes out
+    for key in (key for key in own if key in copies):  # ``__copy__`` of a dataclass may leave attributes out
         found += _copied(own[key], copies[key])
     return found

@@ -1,12 +1,12 @@
 """Collectives beside the exact and the compressed ones: secondary shards (hpZ), and FSDP2's objects that users bring.
 
-A secondary shard of the weights lets neighbouring ranks gather them:
+A secondary shard of the weights lets ranks gather weights from their neighbours:
 
     first all-gather of a step, over all ranks    | a | b | c | d |   every rank then keeps half of it:   a b | c d
     every later one, over ranks 0, 1 or 2, 3      | a   b | c   d |
 
 FSDP2's ``AllGather`` and ``ReduceScatter`` objects have two methods: ``allocate``, which makes the memory that is
-communicated, and ``__call__``, which communicates. They are called as by FSDP2: each operation gets new memory from
+communicated, and ``__call__``, which communicates. The engine calls both as FSDP2: each operation gets new memory of
 ``allocate``, and this rank's part of an all-gather lies within the output. Weights and gradients are then copied to and
 from the engine's buffers.
 """
@@ -48,9 +48,9 @@ class SecondaryAllGather(AllGather):
         self._comm = Communicator(neighbours, device)
         self._shard = torch.empty(flat.unsharded_numel // self._comm.world, dtype=flat.compute_dtype, device=device)
         self._version: int | None = None
-        """Version of the weights in the secondary shard; None if it is empty."""
+        """Shard version of the weights in the secondary shard; None if the secondary shard is empty."""
         self._starting = -1
-        """Version of the weights that the last ``start`` gathers."""
+        """Shard version of the weights that the last ``start`` gathers."""
         self._from_secondary = False
 
     def bind(self, context: CommContext) -> None:
@@ -98,7 +98,7 @@ class SecondaryAllGather(AllGather):
 
 
 class CustomAllGather(AllGather):
-    """An all-gather by ``comm``, the user's object; on a CPU ``start`` blocks the host until it is over."""
+    """An all-gather by ``comm``, the user's object; on a CPU ``start`` blocks the host until the weights are there."""
 
     has_finish = False
 
@@ -124,7 +124,7 @@ class CustomAllGather(AllGather):
 
 
 class CustomReduceScatter(ReduceScatter):
-    """A reduce-scatter by ``comm``, the user's object, in the dtype of the gradients; the engine divides, in fp32."""
+    """A reduce-scatter by ``comm``, the user's object, in the gradients' dtype; the engine divides the sum in fp32."""
 
     defers = False
 

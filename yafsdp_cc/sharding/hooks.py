@@ -1,4 +1,4 @@
-"""Hooks around forwards of sharded modules, by which calls reach the engine, and the check before a backward."""
+"""Hooks around forwards of sharded modules, which call the engine, and the check of inputs before a backward."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
     from yafsdp_cc.engine.state import FSDPState
 
 PARTS = "_yafsdp_cc_parts"
-"""Name of an attribute of sharded modules: handles of the hooks on parts of them that may be called alone."""
+"""Name of an attribute of sharded modules: handles of hooks on their submodules that may be called alone."""
 _tracing_state = torch._C._get_tracing_state
 """Function that returns the state of ``torch.jit.trace`` under way, or None."""
 _functorch_stack = torch._C._functorch.peek_interpreter_stack
-"""Function that returns the transforms of ``torch.func`` under way, or None."""
+"""Function that returns the innermost transform of ``torch.func`` under way, or None."""
 
 
 def current_state(module: nn.Module) -> FSDPState:
-    """Return the engine that ``module`` belongs to, made now (a collective) if there is none or it is outdated.
+    """Return the engine of ``module``; assemble it (a collective) if there is none or a setting has outdated it.
 
-    A module without an engine becomes the root, unless it was sharded as a part of another.
+    A module without an engine becomes the root, unless it was sharded as a part of another module.
     """
     state = state_of(module)
     if state is None or (state.outdated and state.may_retire()):
@@ -105,17 +105,17 @@ def install_hooks(module: nn.Module, part: nn.Module | None = None) -> list[Any]
         state: FSDPState | None = module.__dict__.get(STATE)
         if (error := sys.exc_info()[1]) is not None and state is not None:
             _explain_gated_write(error)
-            state.drop_interrupted()  # an earlier forward may have been interrupted before this one was entered
+            state.drop_interrupted()  # an interrupt may have ended an earlier forward
         if state is None or not state.entered.get(hooked):
-            return output  # a hook, perhaps ``pre_forward``, has raised before this forward was entered
+            return output  # a hook has raised before ``pre_forward`` could enter this forward
         finish = state.entered[hooked].pop()
         try:
             return output if finish is None else finish(output)
-        except RuntimeError as error:  # the forward has written to a small parameter, which is an output of a gate
+        except RuntimeError as error:  # perhaps a write to a small parameter, an output of a gate
             _explain_gated_write(error)
             raise
 
-    # The first hook runs before all others, so that they see unsharded weights; the last also after an exception.
+    # ``prepend``: other hooks see unsharded weights. ``always_call``: the forward is ended after an exception, too.
     return [
         hooked.register_forward_pre_hook(_uncompiled(pre_forward, part is not None), prepend=True, with_kwargs=True),
         hooked.register_forward_hook(_uncompiled(post_forward, part is not None), always_call=True),
@@ -123,7 +123,7 @@ def install_hooks(module: nn.Module, part: nn.Module | None = None) -> list[Any]
 
 
 def _end_root_forward(state: FSDPState, end: Callable[[Any], Any], output: Any) -> Any:
-    """Return what ``end``, which ends a forward of the root, makes of ``output``.
+    """End a forward of the root by ``end(output)``, and return what that returns.
 
     Raises:
         RuntimeError: the forward has unfrozen a parameter, whose gradient has no gate to pass in this forward's graph.
@@ -166,7 +166,7 @@ def _parts(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _shows_weights(module: nn.Module) -> bool:
-    """Return whether weights are in place: within a forward of the sharded ``module``, or ``whole_parameters``."""
+    """Return whether ``module`` has whole weights: a forward of it is under way, or ``whole_parameters``."""
     state: FSDPState | None = module.__dict__.get(STATE)
     if state is None:
         return False
@@ -178,7 +178,7 @@ def _shows_weights(module: nn.Module) -> bool:
 
 
 def _explain_gated_write(error: BaseException) -> None:
-    """Explain ``error``, which ends a forward, if autograd has refused a write to a tensor that came through a gate."""
+    """Reword ``error``, which ended a forward, if autograd has refused a write to a tensor that came through a gate."""
     if isinstance(error, RuntimeError) and str(error).startswith("Output ") and "GateGradFlow" in str(error):
         error.args = (
             "the forward of a sharded module has written in place to one of its inputs, or to a small parameter (a "
@@ -188,7 +188,7 @@ def _explain_gated_write(error: BaseException) -> None:
 
 
 def _uncompiled(hook: Callable[..., Any], traced: bool) -> Callable[..., Any]:
-    """Return ``hook`` kept out of compiled graphs: they continue without it if ``traced``, else they break there.
+    """Return ``hook`` kept out of compiled graphs, which leave it out if ``traced``, and else break at it.
 
     The wrapper that ``torch.compiler.disable`` makes is called only under ``torch.compile``, as it costs as much as a
     hook.
@@ -203,12 +203,12 @@ def _uncompiled(hook: Callable[..., Any], traced: bool) -> Callable[..., Any]:
         return hook(*args)
 
     setattr(call, OF_ENGINE, True)
-    # module.compile() compiles hooks by themselves; ``skip`` excludes ``call`` and not the functions that it calls
+    # ``module.compile()`` compiles each hook alone; ``skip`` excludes ``call``, but not the functions in ``call``
     return call if traced else torch._dynamo.decorators.skip(call)
 
 
 def _run_backward(torch_s: Callable[..., Any], outputs: Sequence[torch.Tensor], *args: Any, **options: Any) -> Any:
-    """Do as torch's function behind ``backward`` and ``grad``; its fourth argument after ``outputs`` is ``inputs``."""
+    """Check ``inputs`` (``args[3]``), then call ``torch_s``, the torch function behind ``backward`` and ``grad``."""
     if args[3]:
         refuse_inputs(outputs, args[3])
     return torch_s(outputs, *args, **options)

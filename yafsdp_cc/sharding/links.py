@@ -1,5 +1,5 @@
-"""Whether the links between ranks carry what the engine sends, how fast they are, and what is said over the store while
-that is unknown.
+"""Checks of the links between ranks: whether they carry what the engine sends, and how fast. Until that is known, ranks
+report errors over the store.
 
 Over slow links a communicator sends point-to-point messages (``communicator``).
 """
@@ -29,18 +29,18 @@ if TYPE_CHECKING:
     from yafsdp_cc.engine.communicator import Communicator
 
 PROBE_BYTES = 1 << 20
-"""Bytes that each rank sends to the next one to measure a link."""
+"""Number of bytes that each rank sends to the next rank to measure a link."""
 SLOW_LINK = 2e9
 """Bits per second of payload in each direction below which a link is slow."""
 PROBE_ROUNDS = 3
-"""Number of probes of a link, of which the fastest counts: other load of the machine must not make it look slow."""
+"""Number of probes of a link, of which the fastest counts: other load must not make the link look slow."""
 _PROBE_TAG = 3
 _TIMEOUT = 5.0
-"""Seconds that a failing rank waits for the others to read its error in the store, which its process may hold."""
+"""Seconds that a failing rank waits for others to read its error in the store, which may end with its process."""
 
 
 def probe_links(group: dist.ProcessGroup, other: dist.ProcessGroup) -> None:
-    """Measure the links of a gloo group once, for another group of the same ranks as well. A collective.
+    """Measure the links of the gloo group ``group`` once, also for ``other``, of the same ranks. A collective.
 
     gloo's all-to-all between two ranks sends one way and then the other, and its broadcasts follow one another: half of
     what a network carries, or less. Point-to-point messages use both directions at once but cost processor time that a
@@ -55,7 +55,7 @@ def _is_fast(group: dist.ProcessGroup) -> bool:
     rank, world = group.rank(), group.size()
     sent = torch.zeros(PROBE_BYTES, dtype=torch.uint8, device="cpu")
     received, seconds = torch.empty_like(sent), torch.zeros(1, dtype=torch.float32, device="cpu")
-    group.allreduce([seconds]).wait()  # a barrier: all ranks begin together
+    group.allreduce([seconds]).wait()  # a barrier, so that all ranks begin to probe together
     for _ in range(PROBE_ROUNDS):
         start = time.perf_counter()
         works = [
@@ -83,7 +83,7 @@ def check_trial_exchange(
     Args:
         comms: communicators of all-gathers and of reduces, for each mesh.
         replicas: communicator of sums over replicas; None without replicas.
-        verdict: context that raises an error of one rank on all ranks; unused if nothing is sent.
+        verdict: context that raises one rank's error on all ranks; not entered if nothing is sent.
 
     Raises:
         ValueError: the exchange fails, or wrong numbers arrive, on any rank.
@@ -92,7 +92,7 @@ def check_trial_exchange(
     if all(gather.is_gloo and gather.device.type == "cpu" for gather, _ in tried):
         return
     with verdict:
-        # try all communicators before a rank raises, or the others would wait for it in the next one
+        # try all communicators before a rank raises, or other ranks would wait for it in the next trial
         dtypes = (torch.float32, torch.bfloat16)
         errors = [_try_exchange(gather, reduce, dtype) for gather, reduce in tried for dtype in dtypes]
         if replicas is not None:
@@ -102,7 +102,7 @@ def check_trial_exchange(
 
 
 def _trial_numbers(comm: Communicator) -> tuple[Tensor, Tensor]:
-    """Return this rank's summands of a trial sum, and the right sum, [world, n] fp32: a row for each chunk.
+    """Return this rank's summands of a trial sum, and the right sum: [world, n] in fp32, a row for each chunk.
 
     NCCL adds in the dtype that is sent, and bf16 has no odd numbers above 256, so that sums of ones over more ranks
     round or stop growing. In this sum each element counts at most 256 ranks. Two more elements are the index of the
@@ -123,7 +123,7 @@ def _trial_numbers(comm: Communicator) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def _try_exchange(gather: Communicator, reduce: Communicator, dtype: torch.dtype) -> str:
-    """Try the collectives on numbers whose sum is exact in any order and dtype; return what went wrong, or ""."""
+    """Try an all-gather and a sum on numbers that add exactly in any order; return what went wrong, or ""."""
     device, (mine, totals) = gather.device, _trial_numbers(gather)
     grads = mine.to(device, dtype).view(-1)
     gathered = torch.zeros_like(grads)
@@ -131,7 +131,7 @@ def _try_exchange(gather: Communicator, reduce: Communicator, dtype: torch.dtype
     trial = ExactReduceScatter(grads.numel(), dtype)
     trial.bind(CommContext(reduce, ScratchBuffers(device), lambda kind, name: None))
     try:
-        # Both collectives are issued for the current stream; some backends return works to wait for.
+        # With ``async_op=False`` the current stream runs both, and some backends still return works to wait for.
         for work in (*gather.all_gather(gathered, own, async_op=False), *trial.start(grads, async_op=False)):
             work.wait()
         total, gathered = torch.cat([part.to("cpu", copy=True) for _, part in trial.finish(grads)]), gathered.cpu()
@@ -143,7 +143,7 @@ def _try_exchange(gather: Communicator, reduce: Communicator, dtype: torch.dtype
 
 @torch.no_grad()
 def _try_all_reduce(replicas: Communicator) -> str:
-    """Sum trial numbers over replicas as the engine sums partial sums; return the difference as a text, or ""."""
+    """Try the sum over replicas on trial numbers; return how the result is wrong, as a text, or ""."""
     mine, totals = _trial_numbers(replicas)
     total = mine.to(replicas.device)
     try:
@@ -177,15 +177,15 @@ def refused_over_store(store: Store, key: str, rank: int, world: int) -> Iterato
     """Raise on every rank what one rank raises within the block, like ``refused_together``, but without collectives.
 
     Args:
-        key: name of what is done within, the same on the ``world`` ranks that take part and used by no others.
-        rank: this rank's number among those that use the store.
-        world: how many ranks take part.
+        key: name of what the block does, the same on the ``world`` ranks that take part and used by no others.
+        rank: global number of this rank, which the message for the other ranks names.
+        world: number of ranks that take part.
 
     Raises:
         ValueError: on the other ranks, with the message of a rank that raises.
         RuntimeError: a rank neither raises nor leaves the block before the store's timeout.
     """
-    key = f"{key}/{store.add(f'{key}/times of {rank}', 1)}"  # each call has a key of its own, the same on all ranks
+    key = f"{key}/{store.add(f'{key}/times of {rank}', 1)}"  # each use of ``key`` has a number, the same on all ranks
     refusal: Exception | None = None
     try:
         yield

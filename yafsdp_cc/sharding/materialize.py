@@ -23,9 +23,9 @@ def materialize(
     device: torch.device,
     initialize: Callable[[nn.Module], Any] | None,
 ) -> bool:
-    """Allocate and initialise every module that owns one of the parameters on the meta device; return whether any does.
+    """Allocate and initialise modules that own parameters of ``owned`` on the meta device; return whether any does.
 
-    Parameters of such a module that have values, such as loaded ones, keep them, unless ``initialize`` is given.
+    Such a module's other parameters keep their values, loaded ones for example, unless ``initialize`` is given.
 
     Without ``initialize``, ``_init_weights(module)`` of the innermost Hugging Face model around a module or its own
     ``reset_parameters()`` initialises the module.
@@ -40,7 +40,7 @@ def materialize(
         for parameter in module._parameters.values():
             if parameter is not None and parameter.is_meta:
                 fresh = empty_like(parameter, device)
-                torch.utils.swap_tensors(parameter, fresh)  # the parameter remains the same object
+                torch.utils.swap_tensors(parameter, fresh)  # ``parameter`` remains the same object
                 mark_unwritten(parameter)
         _fill(module, name, paths[module], model, device, initialize, empty)
     for each in owned:
@@ -53,14 +53,14 @@ def materialize(
 def place_buffers(
     model: nn.Module, device: torch.device, initialize: Callable[[nn.Module], Any] | None, *, of_loaded: bool = False
 ) -> list[Tensor]:
-    """Move the buffers of ``model`` to ``device``, initialise those on the meta device, and return all.
+    """Move the buffers of ``model`` to ``device``, initialise those on the meta device, and return all buffers.
 
     Args:
-        of_loaded: whether to initialise buffers of those modules alone whose own parameters all have values.
+        of_loaded: whether to initialise only buffers of modules that own parameters, all with values already.
             ``reset_parameters()`` writes parameters, too, and functions such as ``orthogonal_`` cannot write shards.
 
     Raises:
-        ValueError: a module with a buffer on the meta device has no way to initialise it.
+        ValueError: a module with a buffer on the meta device has no method to initialise the buffer.
     """
     move_buffers(model, device)  # before initialisation, which may read another module's buffers
     for path, module in model.named_modules():
@@ -73,7 +73,7 @@ def place_buffers(
 
 
 def move_buffers(model: nn.Module, device: torch.device | str) -> None:
-    """Move the buffers of ``model`` to ``device``, those on the meta device aside."""
+    """Move the buffers of ``model`` to ``device``, except those on the meta device."""
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and not buffer.is_meta:
@@ -92,8 +92,8 @@ def _fill(
     """Initialise what ``module`` owns on the meta device, ``empty`` parameters included; other parameters keep their
     values, unless ``initialize`` is given, which may load others.
 
-    ``reset_parameters()`` writes all that the module owns: copies of what was loaded bring that back. It may compute
-    buffers.
+    ``reset_parameters()`` writes all parameters that the module owns, so loaded ones are copied before and restored
+    after. It may also compute buffers.
     """
     parameters = () if initialize is not None else module._parameters.values()
     kept = [
@@ -108,7 +108,7 @@ def _fill(
     parts, reset = path.split("."), getattr(module, "reset_parameters", None)
     around = [model.get_submodule(".".join(parts[:count])) for count in range(len(parts), -1, -1)]
     found = (getattr(each, "_init_weights", None) for each in around)
-    # the method of this name that others than Hugging Face write may initialise its own module, and take none
+    # models of other authors may have an ``_init_weights()`` that takes no module and initialises its own
     of_model = next((each for each in found if callable(each) and signature(each).parameters), None)
     if initialize is not None:
         initialize(module)

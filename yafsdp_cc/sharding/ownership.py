@@ -2,13 +2,13 @@
 
 Optimizers such as Muon and Shampoo update a matrix as a whole. Where one rank owns all of it, that rank's reduced
 gradient is all that the update needs, and its weights reach the other ranks by the usual all-gather. The matrices of
-all units are assigned together, so that all ranks compute equally much.
+all units are assigned together, so that all ranks have an equal amount of work.
 
 A stack of matrices, such as the weights of experts, is divided between ranks at the borders of its matrices. A stack is
 one piece of its unit's buffer, so ranks get consecutive parts of that unit, in module order:
 
     experts.up [4, m, n]   experts.down [4, n, m]
-    rank 0 | 0 0 0         1 1 1 1 | ...            the first three to rank 0, the next five to rank 1
+    rank 0 | 0 0 0         1 1 1 1 | ...            three matrices to rank 0, the next five to rank 1
 
 Where weights are gathered twice per step (ZeRO-3) and a unit has fewer matrices than ranks, a few ranks would send all
 of its weights. Such a unit is sharded evenly, and its matrices are assembled on their owners for the update
@@ -36,11 +36,11 @@ if TYPE_CHECKING:
     from yafsdp_cc.sharding.units import Division, OwnedParameter
 
 Ownership = Literal["flat", "matrix"] | Collection[str]
-"""``"flat"``, ``"matrix"``, or ``*`` patterns of parameter names."""
+"""Argument ``ownership`` of ``shard``: ``"flat"``, ``"matrix"``, or ``*`` patterns of parameter names."""
 
 FLAT, MATRIX = "flat", "matrix"
 _DIMENSIONS = (2, 3)
-"""Dimensions of a matrix, and of a stack of matrices such as the weights of experts."""
+"""Number of dimensions of a matrix, and of a stack of matrices such as the weights of experts."""
 
 
 Parts: TypeAlias = "dict[OwnedParameter, int]"
@@ -51,10 +51,10 @@ class MatrixOwners(NamedTuple):
     """The ranks that own the matrices of a parameter."""
 
     ranks: tuple[int, ...]
-    """Owner of each of the equal parts of the parameter, ascending. A matrix is one part; a part of a stack is one
+    """Rank that owns each equal part of the parameter, ascending. A matrix is one part; a part of a stack has one
     matrix or several."""
     is_assembled: bool = False
-    """Whether the parameter is sharded evenly, and assembled on owners for updates; else its owners hold the parts."""
+    """Whether the parameter is sharded evenly, and its owners assemble it for updates; else they hold their parts."""
 
 
 def newton_schulz_flops(shape: Sequence[int]) -> int:
@@ -63,7 +63,7 @@ def newton_schulz_flops(shape: Sequence[int]) -> int:
     For X [m, n], m ≤ n: X Xᵀ and its product with X take 2m²n each, the square of X Xᵀ takes 2m³.
 
     Args:
-        shape: [..., m, n] in either order; for a stack, the sum over its matrices is returned.
+        shape: [..., m, n], rows and columns in either order; for a stack, the operations of all its matrices are added.
     """
     *stack, rows, columns = shape
     least, most = sorted((rows, columns))
@@ -84,16 +84,16 @@ def assign_owners(
     Args:
         division: the model's units and replicated parameters. Replicated matrices, which every rank has whole, are
             returned with rank 0.
-        ownership: "flat": no parameter. "matrix": parameters of two or three dimensions that the repeated blocks own,
-            embeddings aside. Patterns: parameters whose full names fit.
-        world: the ranks of a shard.
-        alignment: elements that shards begin at multiples of.
+        ownership: which parameters have owners. "flat": none. "matrix": those of two or three dimensions in repeated
+            blocks, embeddings aside. Patterns: those whose full names fit.
+        world: number of ranks of a shard.
+        alignment: number of elements at multiples of which shards begin.
         keeps_unsharded: whether weights are gathered once per step. If not, units with fewer matrices than ranks are
             sharded evenly.
-        work: floating-point operations per Newton-Schulz iteration that each rank has so far; new ones are added.
+        work: floating-point operations per Newton-Schulz iteration of each rank so far; new ones are added.
 
     Raises:
-        ValueError: ``ownership`` is a text other than "flat" and "matrix", or a pattern fits nothing, or no matrix.
+        ValueError: ``ownership`` is a text other than "flat" and "matrix", or a pattern fits none, or a non-matrix.
     """
     if isinstance(ownership, str):
         if ownership not in (FLAT, MATRIX):
@@ -158,8 +158,8 @@ def _balanced(
 ) -> dict[OwnedParameter, MatrixOwners]:
     """Assign each matrix, those with most operations first, to the rank with the least work so far.
 
-    Among equals the rank with the fewest elements of the unit gets it: a unit's sum takes as long as its largest part.
-    Units in which a stack is divided come last, and even out the work that the other units have left uneven.
+    Of ranks with equal work the one with the fewest elements of the unit gets the matrix: a unit's sum takes as long as
+    its largest part. Units with divided stacks come last, and even out what other units have left uneven.
     """
     elements: Counter[int] = Counter()
     singles: list[tuple[Counter[int], OwnedParameter, int]] = []
@@ -195,8 +195,8 @@ def _falls_short_of(world: int, unit: Parts) -> bool:
 
 
 def _in_order(unit: Parts, work: Counter[int], world: int) -> dict[OwnedParameter, MatrixOwners]:
-    """Assign the parts of a unit to ranks in order, to each as many as it lacks of an equal share of the work so
-    far."""
+    """Assign the parts of a unit to ranks in order, to each in proportion to what its work so far lacks of an equal
+    share of all work."""
     of_each = {each: _flops(each) // parts for each, parts in unit.items()}
     if not any(of_each.values()):  # all parameters are frozen: assign equally many elements
         of_each = {each: each.parameter.numel() // parts for each, parts in unit.items()}
@@ -217,7 +217,7 @@ def _in_order(unit: Parts, work: Counter[int], world: int) -> dict[OwnedParamete
 
 
 def _parts(owned: OwnedParameter, alignment: int) -> int:
-    """Return the largest number of equal parts that a parameter may be divided into at aligned borders of its matrices.
+    """Return into how many equal parts a parameter may be divided at most, at aligned borders of its matrices.
 
     A parameter whose rows or columns tensor parallelism has divided stays in one part: all tensor-parallel ranks
     must have the same owner for it.

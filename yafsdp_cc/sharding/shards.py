@@ -1,6 +1,6 @@
-"""Makes a plain module sharded: ``shard_parameters`` replaces parameters by shards in flat buffers.
+"""Shards a plain module: ``shard_parameters`` replaces its parameters by shards in flat buffers.
 
-``shard_parameters`` returns a ``ParamGroupSpec`` of what is sharded together, from which ``assembly`` makes a group.
+It returns a ``ParamGroupSpec`` of modules that are sharded together, from which ``assembly`` makes a group.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ class ShardingPlan(NamedTuple):
     policy: MixedPrecisionPolicy
     collectives: Collectives
     host: HostMemory | None
-    """Host memory for shards; None: they are on the device."""
+    """Host memory for offloaded shards; None: shards are on the device."""
     prepare: Callable[[Sequence[OwnedParameter]], None]
     """Function that gives parameters their values, the same on every rank, just before they are sharded."""
     owners: Mapping[OwnedParameter, MatrixOwners]
-    """Owners of parameters whose matrices are updated as a whole."""
+    """Ranks that own the matrices of parameters whose matrices are updated as a whole."""
 
     def parts_of(self, owned: OwnedParameter) -> tuple[int, ...]:
-        """Return the ranks that the parts of a parameter must lie on; empty if it is sharded evenly."""
+        """Return the ranks that must hold the parts of a parameter; empty if the parameter is sharded evenly."""
         owners = self.owners.get(owned)
         return () if owners is None or owners.is_assembled else owners.ranks
 
@@ -82,7 +82,7 @@ def shard_parameters(
         modules: modules whose forwards use the parameters.
         sharded: parameters to shard.
         replicated: parameters that each rank holds whole.
-        role: role of the group; None if it is known only once the whole model is.
+        role: role of the group; None if the role is decided only when the whole model is known.
     """
     host = plan.host
     make_sharded = FlatParam if host is None else partial(HostFlatParam, host)
@@ -121,7 +121,7 @@ def _flat_params(
 
 
 def _uneven_division(parameter: Tensor) -> Hashable:
-    """Return how tensor parallelism divides a parameter of which its ranks have parts of different sizes; else None.
+    """Return how tensor parallelism divides a parameter if its ranks get parts of different sizes, else None.
 
     Such parts in a flat buffer give its chunks different bounds on those ranks. Other parameters in the buffer, whole
     on each of the ranks, would be cut into chunks that overlap and are not equal, which a checkpoint cannot hold.
@@ -169,7 +169,7 @@ def _flat_param(
         param.span = layout.owned(extent, rank)
         held = each.held
         _replace(param, chunk, whole)
-        mark_replaced(held, spec)  # ``follow_optimizers`` refuses an optimizer made from the old parameter
+        mark_replaced(held, spec)  # hooks on optimizers refuse to step the replaced parameter
         params.append(param)
     is_cast = dtype.is_floating_point and not holds_bytes(params[0])
     compute = policy.param_dtype or dtype if is_cast else dtype
@@ -187,7 +187,7 @@ def _extension_of(owned: OwnedParameter, plan: ShardingPlan) -> Extension | None
     if subclass is None or not subclass.extends_all_gather:
         return None
     mesh = plan.info.mesh
-    if mesh.ndim > 1:  # ``check_subclasses`` refuses a mesh whose dimensions have no names
+    if mesh.ndim > 1:  # ``check_subclasses`` has refused a mesh without names of dimensions
         mesh = mesh[cast("tuple[str, ...]", mesh.mesh_dim_names)[-1]]
     dtype = plan.policy.param_dtype or parameter.dtype
     return Extension(subclass, mesh, owned.sites[0][0], plan.policy, dtype)
@@ -210,14 +210,14 @@ def _replace(param: FSDPParam, buffer: Tensor, whole: nn.Parameter) -> None:
     parameter = with_grad_dtype(nn.Parameter(flat_dtensor(local, param.spec), whole.requires_grad), whole)
     wraps = tensors_of(whole) if isinstance(param, ClassParam) else ()
     notes = {name: note for name, note in vars(whole).items() if all(note is not each for each in wraps)}
-    parameter.__dict__.update(notes)  # attributes that users and frameworks have set on the parameter
-    if type(param) is FSDPParam:  # forwards see a tensor subclass with the attributes of that class
+    parameter.__dict__.update(notes)  # attributes that users and frameworks have set on the whole parameter
+    if type(param) is FSDPParam:  # views of tensor subclasses have attributes of their own
         param.notes = notes
     take_grads_of_autograd(parameter)
     param.parameter, param.local = parameter, local
     param.set_parameter(parameter)
     if isinstance(whole, DTensor):
         whole._local_tensor = whole._local_tensor.new_empty(0)
-    # a ClassParam's inner tensors are freed with the wrapper; its ``.data`` cannot be emptied
+    # inner tensors of a ``ClassParam`` are freed with their wrapper, whose ``.data`` cannot be emptied
     elif not isinstance(param, ClassParam):
         whole.data = whole.new_empty(0)

@@ -5,7 +5,7 @@
       blocks.1: weights being gathered (block weight buffer 1)
       and 2 more at rest
 
-Phases are found from buffers and handles, when somebody asks; nothing keeps them.
+Phases of groups are found from buffers and handles when somebody asks; they are stored nowhere.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 
 def _is_under_way(context: GroupContext, handle: CommHandle) -> bool:
-    """Return whether an operation or its completion callback is not over; handles of a GPU are pending for good."""
+    """Return whether an operation, or its callback, is under way; ``pending`` is never reset on a GPU."""
     return handle.is_running() if context.gather_stream.is_ordered else handle.pending
 
 
 def _weights(group: ParamGroup) -> str:
-    """Return where the group's weights are: "" if sharded, "unsharded" if gathered and used by nobody."""
+    """Return the phase of the group's weights: "" if sharded, "unsharded" if gathered and used by nobody."""
     if group.held is not None:
         return "held by unshard()"
     buffer = group.unsharded.buffer
@@ -38,7 +38,7 @@ def _weights(group: ParamGroup) -> str:
 
 
 def _grads(group: ParamGroup, waited: CommHandle | None) -> str:
-    """Return where the group's gradients are before they are in ``.grad``; "" if there are none."""
+    """Return the phase of the group's gradients that are not in ``.grad`` yet; "" if there are none."""
     if group.grads is not None:
         return "being written" if group.accepts_in is not None else "kept for a later reduce"
     if group.deferred:
@@ -57,7 +57,7 @@ def describe(context: GroupContext, waited: CommHandle | None = None) -> str:
 
     Args:
         context: context of the groups.
-        waited: the operation that the rank was waiting for; None: it is waiting for none.
+        waited: handle of the operation that the rank waits for; None if it waits for none.
     """
     doing = "in a forward" if context.in_forward else "between forwards and backwards"
     doing = "in a backward" if torch._C._current_graph_task_id() != -1 else doing

@@ -30,10 +30,10 @@ from yafsdp_cc.engine.spec import Role
 from yafsdp_cc.forms.subclasses import PLAIN, plain_parameter, subclass_of, tensors_of
 
 TAKE_TURNS = ("block", "nested")
-"""Roles with many units, which take two buffers in turn. Units of another role share one buffer."""
+"""Roles with many units, which take two buffers or more in turn. Units of any other role share one buffer."""
 Entry = str | type[nn.Module] | nn.Module | Sequence[nn.Module]
 Units = str | type[nn.Module] | nn.Module | Collection[Entry] | Callable[[str, nn.Module], bool]
-"""``"auto"``; class names, ``*`` patterns over module names, or classes; modules; or a predicate (name, module)."""
+"""Argument ``units``: "auto"; class names, ``*`` patterns of names, classes; modules; a predicate (name, module)."""
 
 ROOT = "(root)"
 SMALL = 256
@@ -41,15 +41,15 @@ SMALL = 256
 SMALL_VECTOR = 2**20
 """Number of elements up to which a vector or scalar is small."""
 EDGE = 65_536
-"""Elements below which an embedding or head belongs to the root; so does one with under 1 % of the parameters."""
+"""Number of elements below which an embedding or head belongs to the root, as does one under 1 % of the model."""
 LARGE_EDGE = 2**24
-"""Elements from which an embedding or head is always an edge: 1 % of a very large model exceeds its largest block."""
+"""Number of elements from which an embedding or head is an edge: 1 % of a very large model exceeds a block."""
 
 
 # Parameters: each once, with every module that holds it ---------------------------------------------------------------
 
 Path = tuple[nn.Module, ...]
-"""Modules on the way from the root, which comes first, to a module, which comes last."""
+"""Modules on the way down from the root module, the first, to some module, the last."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +62,7 @@ class OwnedParameter:
 
     @property
     def held(self) -> nn.Parameter:
-        """The parameter that modules hold; it differs from ``parameter`` if it is of a tensor subclass."""
+        """The parameter that modules hold, which for one of a tensor subclass is not ``parameter``, a plain one."""
         module, attribute = self.sites[0]
         held = module._parameters[attribute]
         assert held is not None
@@ -74,7 +74,7 @@ class OwnedParameter:
 
 
 Paths = Mapping[OwnedParameter, tuple[Path, ...]]
-"""For each parameter every path from the root to a module that holds it."""
+"""For each parameter every path from the root module to a module that holds the parameter."""
 
 
 def present(parameter: nn.Parameter) -> Tensor:
@@ -95,9 +95,9 @@ def walk(module: nn.Module, name: str = "", above: Path = ()) -> Iterator[tuple[
 
 
 def find_parameters(model: nn.Module, ignored: Collection[nn.Parameter] = ()) -> Paths:
-    """Return every parameter that is not ignored, in module order, with each way from the root to one of its owners.
+    """Return every parameter that is not ignored, in module order, with each path from the root to one of its owners.
 
-    For a parameter of a tensor subclass, the plain one is returned that is sharded in its place (``forms.subclasses``).
+    In place of a parameter of a tensor subclass, return the plain one that is sharded for it (``forms.subclasses``).
 
     Raises:
         ValueError: a parameter is of a tensor subclass that cannot be sharded.
@@ -155,7 +155,7 @@ def check_shardable(parameters: Iterable[OwnedParameter]) -> None:
             reach = sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True)) + 1
             start = int(part.storage_offset()) * part.itemsize
             by_storage[part.untyped_storage()._cdata].append((start, start + int(reach) * part.itemsize, owned.name))
-    # parameters may share an allocation, as an LSTM's weights do, but no byte of it
+    # parameters may share an allocation, as an LSTM's weights do, but no byte in it
     for extents in by_storage.values():
         extents.sort(key=lambda extent: extent[0])
         for (_, end, name), (start, _, other) in pairwise(extents):
@@ -286,7 +286,7 @@ def _no_match(entry: str | type[nn.Module], model: nn.Module) -> str:
 
 
 def _check_module(module: nn.Module, model: nn.Module, names: Mapping[nn.Module, str]) -> None:
-    """Raise if ``module`` cannot gather the parameters of a unit."""
+    """Raise an error if ``module`` cannot be a unit: it must be in ``model`` and have a forward for hooks."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"units: {module!r} is not a module; a list inside the list is one unit of several modules")
     kind = type(module).__name__
@@ -306,7 +306,7 @@ def _divide(model: nn.Module, groups: list[tuple[nn.Module, ...]], paths_of: Pat
         if not is_small(owned.parameter):
             members.setdefault(_innermost(paths, group_of), []).append(owned)
     left = members.pop((), [])
-    # if the caller made the root a unit, it takes all remaining parameters, those of edges too
+    # if the caller made the root a unit, the root takes all remaining parameters, those of edges too
     edges = {} if (model,) in groups else _edges(left, total(paths_of))
     mixed = any(module._modules for group in members for module in group)
     enclosed = {inner for group in members for module in group for inner in module.modules() if inner is not module}
@@ -325,14 +325,14 @@ def _divide(model: nn.Module, groups: list[tuple[nn.Module, ...]], paths_of: Pat
 
 
 def _innermost(paths: Iterable[Path], group_of: dict[nn.Module, tuple[nn.Module, ...]]) -> tuple[nn.Module, ...]:
-    """Return the innermost group that is on every path to the parameter; () if there is none but the root."""
+    """Return the innermost group with modules on every one of a parameter's ``paths``; () if only the root is."""
     chains = [[group_of[module] for module in path if module in group_of] for path in paths]
     shared = set(chains[0]).intersection(*chains[1:])
     return next((group for group in reversed(chains[0]) if group in shared), ())
 
 
 def _edges(left: list[OwnedParameter], whole: int) -> dict[nn.Module, list[OwnedParameter]]:
-    """Return large embeddings, heads and the like that are outside of all units and not tied."""
+    """Return large embeddings, heads and the like that are outside of all units and not tied, with their parameters."""
     owners: dict[nn.Module, list[OwnedParameter]] = {}
     for owned in left:
         owner, _ = owned.sites[0]
@@ -369,7 +369,7 @@ EDGES = {nn.Embedding, nn.Linear, *CONVOLUTIONS}
 
 def find_blocks(model: nn.Module, paths_of: Paths) -> list[nn.Module]:
     """Return the blocks that the model names if they hold most parameters beside embeddings and heads; else its
-    repeated blocks; else the named blocks all the same; else the model itself if it is small."""
+    repeated blocks; without these, the named blocks all the same; else the model itself if it is small."""
     named = _without_stages(named_blocks(model))
     if named and _hold_most(named, paths_of):
         return named
@@ -395,13 +395,13 @@ def matches(pattern: str, name: str) -> bool:
 
 
 def is_called(module: nn.Module) -> bool:
-    """Return whether the module has a ``forward``: a ModuleList has none, and so no hook can gather for it."""
+    """Return whether the module has a ``forward``: hooks cannot gather for a ModuleList, which has none."""
     return getattr(module.forward, "__func__", None) is not nn.Module.forward
 
 
 def named_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return modules that ``_fsdp_plan`` (``layers.*``) or ``_no_split_modules`` (class names) of the model, or of a
-    part of it, names.
+    """Return modules named by ``_fsdp_plan`` (``layers.*``) or ``_no_split_modules`` (class names) of the model or of
+    a part of it.
 
     Only modules in a list count: both attributes also name embeddings and heads, which are units of another kind.
     """
@@ -416,7 +416,7 @@ def named_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def repeated_blocks(model: nn.Module, paths_of: Paths) -> list[nn.Module]:
-    """Return the outermost repeated members of lists, if they hold most parameters.
+    """Return the outermost repeated modules in lists of modules, if these hold most parameters.
 
     Blocks with submodules are preferred to single layers, so that convolutions between two stages stay outside.
     """
@@ -428,7 +428,7 @@ def repeated_blocks(model: nn.Module, paths_of: Paths) -> list[nn.Module]:
 
 
 def describe(modules: Iterable[nn.Module], model: nn.Module) -> str:
-    """Describe how many modules there are, and where: ``x32, model.layers.*``."""
+    """Return how many modules these are, and where in ``model``: ``x32, model.layers.*``."""
     wanted = set(modules)
     names = [name for name, path in walk(model) if path[-1] in wanted]
     patterns = list(dict.fromkeys(re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in names))
@@ -445,7 +445,7 @@ def by_class(modules: Iterable[nn.Module]) -> dict[type[nn.Module], list[nn.Modu
 
 
 def repeated_classes(model: nn.Module) -> str:
-    """Describe the repeated composite blocks: ``Block (x32, layers.*)``."""
+    """Return a sentence on the model's repeated blocks: ``Repeated blocks found: Block (x32, layers.*).`` or ""."""
     repeated = _repeated(model)
     groups = by_class([module for module in repeated if module._modules] or repeated)
     found = [f"{kind.__name__} ({describe(members, model)})" for kind, members in groups.items()]
@@ -453,21 +453,21 @@ def repeated_classes(model: nn.Module) -> str:
 
 
 def _listed(model: nn.Module) -> list[nn.Module]:
-    """Return the entries of every ModuleList and Sequential, except entries that are plain lists themselves."""
+    """Return the entries of all lists of modules (``LISTS``) that have a forward and are no lists themselves."""
     paths = [path for _, path in walk(model) if len(path) > 1 and isinstance(path[-2], LISTS)]
     return [path[-1] for path in paths if type(path[-1]) not in LISTS and is_called(path[-1])]
 
 
 def _outermost(model: nn.Module, chosen: Collection[nn.Module]) -> list[nn.Module]:
-    """Return the modules of ``chosen`` that are inside no other one of ``chosen``, in the model's order."""
+    """Return the modules of ``chosen`` that are inside no other module of ``chosen``, in module order."""
     wanted = set(chosen)
     paths = [path for _, path in walk(model) if path[-1] in wanted and wanted.isdisjoint(path[:-1])]
     return list(dict.fromkeys(path[-1] for path in paths))
 
 
 def _repeated(model: nn.Module) -> list[nn.Module]:
-    """Return modules in ``ModuleList``s whose class occurs twice or more there (or one that is listed twice), without
-    those inside of other such modules."""
+    """Return modules in lists (``LISTS``) whose class occurs there twice or more (one module in two places counts),
+    without those inside of other such modules."""
     listed = _listed(model)
     repeats = Counter(map(type, listed))
     return _outermost(model, [module for module in listed if repeats[type(module)] > 1])
@@ -481,7 +481,7 @@ def _hold_most(blocks: Iterable[nn.Module], paths_of: Paths) -> bool:
 
 
 def _without_stages(blocks: list[nn.Module]) -> list[nn.Module]:
-    """Return ``blocks`` with the stages of a hierarchical network replaced by the blocks inside."""
+    """Return ``blocks`` with the stages of a hierarchical network replaced by the blocks inside the stages."""
     return [block for stages in by_class(blocks).values() for block in _blocks_of(stages) or stages]
 
 
@@ -507,7 +507,7 @@ def _numel(modules: Iterable[nn.Module]) -> int:
 
 
 def _no_blocks(model: nn.Module, paths_of: Paths) -> str:
-    """Return an error that suggests units: classes below the root that hold at least a tenth of the parameters."""
+    """Return an error message that suggests units: classes with at least a tenth of the parameters below the root."""
     called = [module for module in model.modules() if module is not model and is_called(module)]
     below = [module for module in called if type(module) not in LISTS]
     large = _large_classes([module for module in below if not is_edge(module)], paths_of)
@@ -528,6 +528,6 @@ def _no_blocks(model: nn.Module, paths_of: Paths) -> str:
 
 
 def _large_classes(modules: Iterable[nn.Module], paths_of: Paths) -> list[list[nn.Module]]:
-    """Return the modules of each class that holds at least a tenth of the parameters."""
+    """Return the modules of each class whose modules together hold at least a tenth of the parameters."""
     groups = by_class(modules).values()
     return [members for members in groups if 10 * total(within(members, paths_of)) >= total(paths_of)]

@@ -1,8 +1,8 @@
-"""Tells where each rank stands if training does, and which one others wait for, long before a time-out ends the run.
+"""Prints what each rank does if training hangs, and which ranks others wait for, long before a time-out ends the run.
 
-A thread of each rank looks whether its engines go on. A rank whose engines have stood still for half a minute writes
-to the store where its main thread is, whether it waits for other ranks, or is in a loader, say. When a rank has
-waited for a minute, the lowest rank that still writes prints what all have written.
+A thread of each rank checks whether its engines issue operations. A rank whose engines have issued none for half a
+minute writes to the store where its main thread is: waiting for other ranks, or in a loader, say. When a rank has
+waited for a minute, the lowest rank that still writes prints what all ranks have written.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _OURS, _TORCH = (str(Path(file).parent) for file in (sys.modules["yafsdp_cc"].__
 _ENGINE = os.path.join(_OURS, "engine")
 _NOT_THE_USERS = (_OURS, _TORCH, sysconfig.get_path("stdlib"), "<frozen")
 _watches: list[_Watch] = []
-"""The watch of this process over the engines of its present default process group, if there are any."""
+"""The thread of this process that watches the engines of its default process group, if there are any."""
 
 
 def watch(context: GroupContext) -> None:
-    """Let this process's watch thread look for hangs of the engine of ``context`` as long as the engine lives."""
+    """Let this process's watch thread look for hangs of the engine of ``context`` as long as that exists."""
     try:
         seconds = float(os.environ.get(SECONDS) or 60)
     except ValueError:
@@ -60,16 +60,16 @@ def watch(context: GroupContext) -> None:
     found.add(context)
 
 
-os.register_at_fork(after_in_child=_watches.clear)  # threads do not survive a fork
+os.register_at_fork(after_in_child=_watches.clear)  # the watch thread does not survive a fork
 
 
 class _Seen(NamedTuple):
-    """State of one rank's engines and main thread, which its watch writes to the store."""
+    """State of one rank's engines and main thread, which its watch thread writes to the store."""
 
     operations: int
     """Number of operations that the rank's engines have issued so far."""
     place: str
-    """Function in which the rank waits for others; "" if it does something else."""
+    """Name of the function in which the rank waits for other ranks; "" if it does not wait for any."""
     waited: float
     """Seconds that the rank has waited in ``place``."""
     text: str
@@ -78,22 +78,22 @@ class _Seen(NamedTuple):
 class _Watch(threading.Thread):
     def __init__(self, store: Store, rank: int, seconds: float) -> None:
         super().__init__(name="yafsdp_cc.watch", daemon=True)
-        # The garbage collector may call ``put`` while this thread is within ``get``: ``get`` holds no lock of ``put``.
+        # ``SimpleQueue``: the garbage collector may call ``put`` in this thread within ``get``, without a deadlock.
         self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
         self.of = weakref.ref(store, lambda _: self._wakes.put(None))
         self._engines: weakref.WeakSet[GroupContext] = weakref.WeakSet()
         self._store: Store = store.clone()  # type: ignore[attr-defined]  # a wait on ``store`` blocks its connection
         self._rank, self._seconds = rank, seconds
         self._read: dict[int, tuple[bytes, float]] = {}
-        """The last entry of each rank in the store, and the time of this rank's clock when this rank first read it."""
+        """Each rank's last entry in the store, and the time, by this rank's clock, at which this rank first read it."""
 
     def add(self, context: GroupContext) -> None:
-        """Look for hangs of one more engine as long as it lives."""
+        """Look for hangs of the engine of ``context``, too, as long as that exists."""
         self._engines.add(context)
         weakref.finalize(context, self._wakes.put, None).atexit = False
 
     def run(self) -> None:
-        """Look whether the engines go on, until they or their process group are gone."""
+        """Look for hangs of the engines until all engines, or their process group, are gone."""
         with suppress(RuntimeError):
             self._look()
 
@@ -131,14 +131,14 @@ class _Watch(threading.Thread):
             frame = frame.f_back
 
     def _waits_in(self, engines: Iterable[GroupContext]) -> str:
-        """Return the function in which this rank waits for other ranks; "" if it does something else."""
+        """Return the name of the function in which this rank waits for other ranks; "" if it does not wait for any."""
         for frame in self._frames():
             file = frame.f_code.co_filename
             if file.startswith((_OURS, os.path.join(_TORCH, "distributed"))):
                 return f"{'engine' if file.startswith(_ENGINE) else 'call'} {frame.f_code.co_name}"
             if not file.startswith(_NOT_THE_USERS):
                 break
-        # for a GPU's collectives the host may wait anywhere, and in threads of autograd
+        # on a GPU the host may wait for collectives anywhere, also in threads of autograd
         return "engine operation" if any(each.is_communicating() for each in engines) else ""
 
     def _text(self, engines: Iterable[GroupContext]) -> str:
@@ -147,8 +147,8 @@ class _Watch(threading.Thread):
         lines = (f"{Path(each.f_code.co_filename).name}:{each.f_lineno} {each.f_code.co_name}" for each in frames)
         told = f"at {' < '.join(lines) or 'no line of a script'}"
         for each in engines:
-            with suppress(Exception):  # the main thread goes on, and may change a container meanwhile
-                phases = describe(each).splitlines()[1:]  # the first line is about this thread
+            with suppress(Exception):  # the main thread may change what ``describe`` reads
+                phases = describe(each).splitlines()[1:]  # the first line is about the thread that calls
                 told += "\n  ".join([f"; {each.fingerprint.told()}", *phases])
         return told
 
@@ -161,7 +161,7 @@ class _Watch(threading.Thread):
                 if self._read.get(rank, (b"", now))[0] != written:
                     self._read[rank] = written, now
                 if now - self._read[rank][1] > self._seconds / 2:
-                    continue  # it has written nothing for three looks: it was stopped since
+                    continue  # no new entry for half of ``_seconds``: that rank has stopped
                 if not seen and rank != self._rank:
                     return False
                 seen[rank] = _Seen(*json.loads(written))
@@ -178,7 +178,7 @@ class _Watch(threading.Thread):
         elif seen[waiting[0]].place.startswith("engine"):
             why = "all ranks wait in the same operation: the network is slow or broken, or one of them hangs in it"
         else:
-            return False  # all ranks write a large checkpoint, for instance
+            return False  # all ranks are in the same call, such as a large checkpoint
         timeout = timeout_of(engines[0].info.shard_group)
         until = "" if timeout is None else f" (the process group's time-out is {timeout.total_seconds():.0f} s)"
         told = [seen[rank].text if rank in seen else "no answer: stopped, or gone" for rank in ranks]
