@@ -54,7 +54,7 @@ class Agreement(StepState):
     Args:
         rank: index of this rank among ``ranks``.
         ranks: global ranks of the model.
-        group: process group of some or all of ``ranks``; ranks of fake groups and of groups in Python are not asked.
+        group: process group of some or all of ``ranks``; if it is fake or written in Python, ranks compare nothing.
         device: device of the tensors that the group communicates.
     """
 
@@ -98,7 +98,7 @@ class Agreement(StepState):
         self.followers[self.path] = self.followers[self.context] = self.hash(operation)
 
     def _goes_on(self, operation: Operation) -> bool:
-        """Return whether ``operation`` continues a series of unit numbers, of which up to three may take turns."""
+        """Return whether ``operation`` continues a series like "gather 1", "gather 2"; three series may alternate."""
         for period in range(1, _SHOWN // 2 + 1):
             before = list(self.last)[-2 * period :: period]
             if len(before) == 2 and (step := _next_number(*before)) is not None:
@@ -125,7 +125,7 @@ class Agreement(StepState):
         self._answered = key
 
     def _forget(self, key: str) -> None:
-        """Remove ``key`` and its verdict from the store: ranks that answer a later question have read the verdict."""
+        """Remove the question ``key`` and its verdict from the store: ranks that answer a later one have read it."""
         with suppress(RuntimeError):  # some stores cannot remove keys
             for each in (key, f"{key}/over") if key else ():
                 self._store.delete_key(each)

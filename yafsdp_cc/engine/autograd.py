@@ -37,7 +37,7 @@ class Gated(Protocol):
 
 
 class GateGradFlow(torch.autograd.Function):
-    """Identity on an anchor and any number of tensors; its backward tells ``gated`` that all behind it has run."""
+    """Identity on an anchor and any number of tensors; its backward tells ``gated`` that all nodes behind have run."""
 
     @staticmethod
     def forward(ctx: Any, gated: Gated, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -87,7 +87,7 @@ class Alias(torch.autograd.Function):
 gate: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, GateGradFlow).apply
 """``gate(gated, anchor, *tensors)`` returns the anchor and the tensors as outputs of a new ``GateGradFlow`` node."""
 narrow: Callable[[Tensor, FSDPParam, Tensor], Tensor] = super(torch.autograd.Function, Narrow).apply
-"""``narrow(anchor, param, view)`` returns ``view`` as the output of a ``Narrow`` node, which serves ``param``."""
+"""``narrow(anchor, param, view)`` returns ``view`` behind a ``Narrow`` node that takes the gradient of ``param``."""
 alias: Callable[[Tensor], Tensor] = super(torch.autograd.Function, Alias).apply
 """``alias(tensor)`` returns the tensor as the output of a new ``Alias`` node."""
 
@@ -176,7 +176,7 @@ def gate_tensors(
 
 
 def _takes_gate(tensor: Tensor) -> bool:
-    """Return whether ``tensor`` may pass a gate: it requires a gradient and is not sparse (without views)."""
+    """Return whether ``tensor`` may pass a gate: it requires a gradient and has views, which sparse tensors lack."""
     return tensor.requires_grad and tensor.layout in (torch.strided, torch.jagged)
 
 

@@ -23,7 +23,7 @@ _SUMMED_DTYPES = (torch.float32, torch.float64)
 _SUM_PART = 1 << 19
 """Number of elements that a CPU sums at a time: 2 MiB of fp32, which fit in the processor's cache."""
 _PREPARED = 1 << 23
-"""Most elements of a shard that is cast on the caller's stream before its all-gather, in 16 µs on an H100."""
+"""Largest number of elements of a shard that is cast on the caller's stream before its all-gather: 16 µs on an H100."""
 _CAST_PART = 1 << 20
 """Number of elements, of all ranks' chunks together, that a sum casts to fp32 at a time."""
 

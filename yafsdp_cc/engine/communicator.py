@@ -29,7 +29,7 @@ Works: TypeAlias = "Sequence[dist.Work]"
 _GATHERED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """Dtypes that every backend gathers; tensors of other dtypes are gathered as bytes."""
 _TWO_RANK_MESSAGE, _MANY_RANK_MESSAGE = 1 << 14, 1 << 17
-"""Bytes of a chunk from which point-to-point messages beat gloo's collectives on slow links: two ranks; more."""
+"""Chunk sizes in bytes from which messages beat gloo's collectives on slow links: for two ranks, and for more."""
 _MOST_BROADCASTS = 16
 """Most ranks of a gloo group for which broadcasts take less processor time than gloo's all-gather."""
 _GATHER_TAG, _MESSAGE_TAG = 1, 2
@@ -47,8 +47,8 @@ class Communicator:
     a rank out of step would meet an operation of another size, at which gloo ends the process. Over slow links
     (``groups.slow_links``) chunks are point-to-point messages.
 
-    Chunks are equal unless ``chunks`` has the elements of each rank's, perhaps 0: then an all-gather is broadcasts on
-    every backend, and an NCCL reduce-scatter is a reduce to each rank.
+    Chunks are equal unless ``chunks`` has the number of elements of each rank's chunk, perhaps 0: then an all-gather is
+    broadcasts on every backend, and an NCCL reduce-scatter is a reduce to each rank.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:

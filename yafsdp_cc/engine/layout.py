@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 ALIGNMENT = 256
-"""Number of elements in a codec's block. Parameters begin at multiples of it: no block has elements of two."""
+"""Number of elements in a codec's block. Parameters begin at multiples: no block has elements of two parameters."""
 
 VECTOR = 32
 """Number of elements at multiples of which unencoded parameters begin: 128 bytes in fp32, 64 bytes in bf16."""
@@ -226,7 +226,7 @@ class TensorParallel:
     def _strides(self) -> tuple[int, ...]:
         return make_contiguous_strides_for(self.shape)
 
-    # in a backward grad mode is off, but a forward that checkpointing reruns in it differentiates this DTensor
+    # grad mode is off in a backward, where activation checkpointing reruns forwards that differentiate the DTensor
     @torch.enable_grad()
     def wrap_unsharded(self, view: Tensor) -> DTensor:
         """Return the DTensor on the tensor-parallel mesh whose local tensor is ``view``; differentiable."""

@@ -49,7 +49,7 @@ class FSDPParam(StepState):
     is_withheld: bool = transient(False)
     """Whether ``grad`` has a sum that becomes ``parameter.grad`` only if some rank has used the parameter."""
     is_left_out: bool = transient(False)
-    """Whether ``.grad`` gets nothing of the sum under way: a frozen parameter's residuals or estimates."""
+    """Whether the sum under way is kept out of ``.grad``: a frozen parameter's is of residuals or estimates alone."""
     written: bool = unreduced(False)
     """Whether a backward has written to ``unsharded_grad`` since the last reduce."""
     factor: float = 1.0
@@ -67,7 +67,7 @@ class FSDPParam(StepState):
         spec.owner = weakref.ref(self)
         self.sites = tuple(sites)
         self.shown: Tensor | None = None
-        """Tensor that forwards read as the parameter. It is in the ``__dict__`` of the parameter's modules, read before
+        """Tensor that forwards read as the parameter. It is in the ``__dict__`` of its modules, read before
         ``Module.__getattr__``, unless the program has replaced the parameter there (``ModuleParameters``)."""
         self._lists = tuple(
             (module._flat_weights, module._flat_weights_names.index(attribute))
@@ -159,7 +159,7 @@ class FSDPParam(StepState):
 
 
 def owner_of(spec: ShardSpec) -> FSDPParam | None:
-    """Return the parameter that is sharded by ``spec``; None if that is gone, or in no engine."""
+    """Return the parameter that is sharded by ``spec``; None if that parameter is gone, or in no engine."""
     owner = None if spec.owner is None else spec.owner()
     assert owner is None or isinstance(owner, FSDPParam)
     return owner
@@ -193,7 +193,7 @@ class Divisor:
 
 
 class ShardedGrad:
-    """Flat buffer of which the ``.grad`` of parameters are views, except one made while a program kept an older one.
+    """Flat buffer of which the parameters' ``.grad`` are views, except a ``.grad`` made while an older one was kept.
 
     Args:
         buffer: [chunk], in the parameters' ``grad_dtype``.
@@ -259,7 +259,7 @@ class ShardedGrad:
         for param, grad in before.items():
             target = param.local_grad
             if grad is not None:  # the user may have assigned ``.grad``
-                _check_assigned(grad, param)  # raise on ranks without elements, too: they would wait for others
+                _check_assigned(grad, param)  # without elements, too: this rank would wait for those that raise
                 target = cast("DTensor", grad).to_local()
             first, last = max(param.span[0], start), min(param.span[1], start + part.numel())
             if first >= last:

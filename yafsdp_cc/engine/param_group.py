@@ -58,7 +58,7 @@ class _ContextStep(StepState):
     in_forward: bool = transient(False)
     """Whether a forward of the root, or of a group by itself, is under way."""
     last_reduce: CommHandle | None = transient(None)
-    """Handle of the last reduce of this backward, or of gradients stored for a reduce: it ends last on their stream."""
+    """Handle of this backward's last reduce or store of gradients (``_defer``), which ends last on their stream."""
     in_flight: list[Buffer] = transient(list)
     """Gradient buffers that the reduce stream may still read; this list keeps overflow buffers alive."""
     reduced: list[tuple[FlatParam, list[bool]]] = unreduced(list)
@@ -179,7 +179,7 @@ class GroupContext(_ContextStep):
             unsynced = (group for group in self.groups if not group.spec.settings.requires_gradient_sync)
             keeping = [group for group in unsynced if not group.is_alone_in_grad_buffer]
             nbytes = sum(unsharded_grad_bytes([flat for flat in group.flats if flat.trainable]) for group in keeping)
-            is_planned = any(group.spec.role is not None for group in keeping)  # ``shard`` alone sets roles, and plans
+            is_planned = any(group.spec.role is not None for group in keeping)  # ``shard`` sets roles, and makes plans
             _log.warning(
                 "set_requires_gradient_sync(False) keeps unsharded gradients on every rank: %d bytes more per rank. "
                 "Where every micro-batch may be reduced, leaving it on costs none%s",
@@ -242,7 +242,7 @@ class ParamGroup(StepState):
 
     @property
     def unshards_in_backward(self) -> bool:
-        """Whether the backward of a forward that begins now needs the weights; an embedding's does for hooks alone."""
+        """Whether the backward of a forward that begins now needs the weights; that of an embedding does for hooks."""
         looks_up = self._looks_up and not any(map(_has_hooks, self.spec.modules))
         return self.spec.settings.unshards_in_backward and not looks_up
 
@@ -319,7 +319,7 @@ class ParamGroup(StepState):
         return unsharded
 
     def unshard_again(self, unsharded: UnshardedParams) -> None:
-        """Gather the weights anew if another group has used their buffer, of which this use is still in ``users``."""
+        """Gather the weights anew if another group has used their buffer; ``users`` still counts this group's use."""
         if not self.is_in(unsharded.buffer):
             self._all_gather(unsharded)
         self.context.wait(unsharded.buffer.handle)

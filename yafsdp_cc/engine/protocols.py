@@ -92,12 +92,12 @@ class AllGather(Collective):
             output: [world * chunk], in ``FlatParam.compute_dtype``.
             held: version of the shard whose weights ``output`` still contains; None if it contains anything else. After
                 ``expire`` it may be the present version.
-            scratch: [scratch_bytes()] uint8 beside ``output``; None if that is 0 bytes.
+            scratch: [scratch_bytes()] uint8, in the buffer that ``output`` is in; None if that is 0 bytes.
             async_op: whether to return works to wait for; else the current stream waits.
         """
 
     def finish(self, output: Tensor, scratch: Tensor | None) -> None:
-        """Complete ``output`` once the collectives are over."""
+        """Complete ``output``, by decoding for example, once the collectives of ``start`` are over."""
 
     def stepped(self, before: int, after: int) -> None:
         """Take note that an optimizer step changed the shard's version. All ranks call this in the same order."""
@@ -136,14 +136,14 @@ class ReduceScatter(Collective):
 
 
 class AllReduce(Collective):
-    """Collective that sums the partial sum of one ``FlatParam`` over replicas in place; all get the same bits."""
+    """Collective that sums one ``FlatParam``'s partial sum over replicas in place; all replicas get the same bits."""
 
     @abstractmethod
     def start(self, total: Tensor, async_op: bool) -> Works:
         """Issue the collectives that sum ``total`` [chunk], fp32 or fp64."""
 
     def finish(self, total: Tensor) -> None:
-        """Complete ``total`` once the collectives are over."""
+        """Complete ``total``, by decoding for example, once the collectives of ``start`` are over."""
 
 
 class Transfers(Protocol):

@@ -52,7 +52,7 @@ class ReplicatedFlatParam(FlatParam):
         """View of ``computed`` for each parameter, which forwards read as the parameter."""
         self.gate_inputs = [leaf.detach() for leaf in self.leaves]
         """Aliases of ``leaves`` that enter the root gate. If ``leaves`` entered the gate, autograd would set their
-        ``.grad`` only after it, also that of operations that read a leaf without the gate."""
+        ``.grad`` only after the gate's backward, also for operations that read a leaf without the gate."""
 
     def _new_copies(self) -> Tensor | None:
         """Allocate copies in the dtype of the forward; return None if the parameters have that dtype themselves."""

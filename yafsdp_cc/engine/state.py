@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from yafsdp_cc.profiling import Handle
 
 STATE, GROUP = "_yafsdp_cc_state", "_yafsdp_cc_group"
-"""Names of two attributes of sharded modules: their ``FSDPState``; their ``ParamGroup``, None for the root."""
+"""Names of the attributes of sharded modules with their ``FSDPState`` and their ``ParamGroup`` (None for the root)."""
 
 _PACKAGE = Path(__file__).parents[1]
 _OWN_FOLDERS = tuple(map(str, (_PACKAGE / "engine", _PACKAGE / "sharding", Path(torch.__file__).parent / "_dynamo")))

@@ -30,7 +30,7 @@ class _Member:
 
 
 def transient(default: Any) -> Any:
-    """Declare a member of a forward or backward under way; between two of them it has its default."""
+    """Declare a member for a forward or backward under way; outside of forwards and backwards it has its default."""
     return _Member(default, is_saved=False)
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 Start: TypeAlias = Callable[[bool], Sequence["dist.Work"]]
 """Function that issues collectives, asynchronously if its argument is true, and returns the works to wait for."""
 Finish: TypeAlias = Callable[[], None]
-"""Function that consumes the results of the collectives."""
+"""Function that consumes the results of an operation's collectives."""
 
 
 class CommHandle:
@@ -66,7 +66,7 @@ class CommStream:
     """Stream that issues operations in the order of calls; on CPU, to gloo's threads, which do not keep the order."""
 
     is_ordered = False
-    """Whether the device runs operations in order; else those that share buffers are waited for first."""
+    """Whether the device runs operations in order; else an operation first waits for those that share its buffers."""
 
     def __init__(self) -> None:
         self.last: CommHandle | None = None

@@ -105,13 +105,13 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
 
 
 def is_python_group(group: dist.ProcessGroup) -> bool:
-    """Return whether ``group`` is a class in Python, as fakes of many ranks are: such a group has no backends."""
+    """Return whether ``group`` is of a Python class, as groups that play many ranks are: it has no backends."""
     kind = type(group)
     return issubclass(kind, dist.ProcessGroup) and kind is not dist.ProcessGroup and "allreduce" in vars(kind)
 
 
 class PythonGroup:
-    """Adapter for a process group written in Python: it has the methods that C++ process groups have."""
+    """Adapter of a process group written in Python, with the methods of C++ groups that the engine calls."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group

@@ -286,7 +286,7 @@ def _communicators(info: MeshInfo, *, separate: bool) -> tuple[Communicator, Com
 
 
 def _derived_group(info: MeshInfo, size: int) -> dist.ProcessGroup:
-    """Return a group of ``size`` neighbouring ranks of the shard group, with this one. A collective at first."""
+    """Return a group of ``size`` neighbouring ranks of the shard group, with this one. A collective once."""
     group = info.shard_group
     first = group.rank() // size * size
     members = dist.get_process_group_ranks(group)[first : first + size]
@@ -310,7 +310,7 @@ def _make_groups(
 
 
 def _role(spec: ParamGroupSpec, specs: Sequence[ParamGroupSpec], own: ParamGroupSpec | None) -> Role:
-    """Return the role of a group. One of composite modules is a block, so that no embedding determines buffer sizes."""
+    """Return the role of a group. A unit of composite modules is a block: no embedding determines buffer sizes."""
     if spec is own:
         return "root"
     if spec.role is not None:

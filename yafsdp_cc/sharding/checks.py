@@ -85,7 +85,7 @@ def check_modules(model: nn.Module, call: str) -> None:
 
 
 class _Line(NamedTuple):
-    """What must be equal on all ranks of one parameter: name, description and checksum of values."""
+    """What of one parameter must be equal on all ranks: its name, description and checksum of values."""
 
     name: str
     description: str

@@ -6,7 +6,7 @@ A secondary shard of the weights lets ranks gather weights from their neighbours
     every later one, over ranks 0, 1 or 2, 3      | a   b | c   d |
 
 FSDP2's ``AllGather`` and ``ReduceScatter`` objects have two methods: ``allocate``, which makes the memory that is
-communicated, and ``__call__``, which communicates. The engine calls both as FSDP2: each operation gets new memory of
+communicated, and ``__call__``, which communicates. They are called as by FSDP2: each operation gets new memory from
 ``allocate``, and this rank's part of an all-gather lies within the output. Weights and gradients are then copied to and
 from the engine's buffers.
 """

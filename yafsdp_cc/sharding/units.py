@@ -43,7 +43,7 @@ SMALL_VECTOR = 2**20
 EDGE = 65_536
 """Number of elements below which an embedding or head belongs to the root, as does one under 1 % of the model."""
 LARGE_EDGE = 2**24
-"""Number of elements from which an embedding or head is an edge: 1 % of a very large model exceeds a block."""
+"""Number of elements that make an embedding or head an edge: 1 % of a very large model exceeds its largest block."""
 
 
 # Parameters: each once, with every module that holds it ---------------------------------------------------------------

@@ -44,7 +44,7 @@ _watches: list[_Watch] = []
 
 
 def watch(context: GroupContext) -> None:
-    """Let this process's watch thread look for hangs of the engine of ``context`` as long as that exists."""
+    """Let this process's watch thread look for hangs of the engine of ``context`` as long as it exists."""
     try:
         seconds = float(os.environ.get(SECONDS) or 60)
     except ValueError:
@@ -88,7 +88,7 @@ class _Watch(threading.Thread):
         """Each rank's last entry in the store, and the time, by this rank's clock, at which this rank first read it."""
 
     def add(self, context: GroupContext) -> None:
-        """Look for hangs of the engine of ``context``, too, as long as that exists."""
+        """Look for hangs of the engine of ``context``, too, as long as the engine exists."""
         self._engines.add(context)
         weakref.finalize(context, self._wakes.put, None).atexit = False
 
