@@ -209,7 +209,7 @@ def hook_outputs(
         if address is not None and type(local) is Tensor and local.layout is torch.strided:
             tensor = tensor.clone() if local.untyped_storage().data_ptr() == address else tensor
         tensor = tensor if dtype is None else convert(tensor, dtype)
-        if hook is not None and tensor.grad_fn is not None:  # no leaf, which outlives forwards and would collect hooks
+        if hook is not None and tensor.grad_fn is not None:  # hook no leaf: leaves outlive forwards and collect hooks
             if tensor.grad_fn._sequence_nr() < newest and not tensor.is_nested:  # ``Alias`` takes no nested tensor
                 tensor = alias(tensor)
             tensor.register_hook(hook)

@@ -242,7 +242,7 @@ class ParamGroup(StepState):
 
     @property
     def unshards_in_backward(self) -> bool:
-        """Whether the backward of a forward that begins now needs the weights; that of an embedding does for hooks."""
+        """Whether the backward of a forward that begins now needs the weights; an embedding's only does with hooks."""
         looks_up = self._looks_up and not any(map(_has_hooks, self.spec.modules))
         return self.spec.settings.unshards_in_backward and not looks_up
 

@@ -62,7 +62,7 @@ class ReplicatedFlatParam(FlatParam):
     def check_unwritten(self) -> None:
         """Raise a ``RuntimeError`` where a forward has written to the cast copies."""
         if self.has_copies and self.computed._version != self.seen_version:
-            self.copied_version = -1  # the next forward copies the shards again
+            self.copied_version = -1  # make the next forward copy the shards again
             names = ", ".join(f"'{param.spec.name}'" for param in self.params[:3])
             raise RuntimeError(
                 f"a forward has written in place to one of {names}, ..., whose values in {self.computed.dtype} are "

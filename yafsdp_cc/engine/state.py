@@ -142,7 +142,7 @@ class FSDPState(_ModelStep):
         for index, param in enumerate(self.params):
             param.index = index
         self.root_replicated: tuple[FSDPParam, ...] = ()
-        """Replicated parameters outside of all groups' modules; a forward may use them before any group, or not."""
+        """Replicated parameters outside of all groups' modules: a forward may use them before any group, or never."""
         self.outdated = False
         """Whether a setting has changed that takes effect only when the engine is made anew."""
         self.retired = False
@@ -551,7 +551,7 @@ class FSDPState(_ModelStep):
             self._keeps_grads = not (sums_over_replicas and is_synced)
             if not self._keeps_grads:
                 self._make_grads_final()
-        context.wait_for_reduces()  # also for deferred gradients, which reduce-scatters read from their buffers
+        context.wait_for_reduces()  # wait also for stores of deferred gradients, which read their buffers
         for group in self.groups:
             group.stop_accepting_grads()
         stream = context.gather_stream.caller()
@@ -869,7 +869,7 @@ class GroupCall:
         if backward.plans(self):
             iteration.advance(backward, self, ends=True)
         else:
-            backward.end_calls(iteration, self.index - 1)  # end this call, too
+            backward.end_calls(iteration, self.index - 1)  # ``index - 1``: end this call, too
         return grads
 
     def begin(self, backward: Backward) -> None:
@@ -919,7 +919,7 @@ class Backward:
     """
 
     task: int
-    """Autograd's id of this run."""
+    """Id that autograd has given this run (graph task)."""
     wants_grads: bool
     """Whether this run wants the parameters' gradients, unlike ``torch.autograd.grad``."""
     reduces: bool

@@ -35,7 +35,7 @@ def transient(default: Any) -> Any:
 
 
 def unreduced(default: Any) -> Any:
-    """Declare a member for gradients that wait for a reduce, perhaps a later backward's; false if none do."""
+    """Declare a member with gradients that wait for a reduce, perhaps a later backward's; it is false without any."""
     return _Member(default)
 
 

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Since torch 2.13 these functions have the first name, before they had the second one.
+# These two functions of torch have the first name since torch 2.13, and had the second name before.
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 

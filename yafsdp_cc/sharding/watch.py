@@ -148,7 +148,7 @@ class _Watch(threading.Thread):
         told = f"at {' < '.join(lines) or 'no line of a script'}"
         for each in engines:
             with suppress(Exception):  # the main thread may change what ``describe`` reads
-                phases = describe(each).splitlines()[1:]  # the first line is about the thread that calls
+                phases = describe(each).splitlines()[1:]  # skip the first line, on the calling thread
                 told += "\n  ".join([f"; {each.fingerprint.told()}", *phases])
         return told
 
