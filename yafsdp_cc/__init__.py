@@ -4,7 +4,7 @@ import importlib
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # "as" makes a name public to type checkers
+if TYPE_CHECKING:  # ``import x as x`` makes a name public to type checkers
     from yafsdp_cc import compression as compression
     from yafsdp_cc import integrations as integrations
     from yafsdp_cc import optim as optim
@@ -80,7 +80,7 @@ _MODULES = {
         for name in ("compression", "integrations", "optim", "pipelining", "profiling", "replicas", "server")
     },
 }
-"""Public modules, and where they are."""
+"""Full names of the public modules, by short name."""
 
 __all__ = [*_MODULES, *_MODULE_OF]
 

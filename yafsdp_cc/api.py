@@ -1,7 +1,7 @@
 """The entry points ``shard`` and ``fully_shard`` turn a plain module into a sharded one, in place.
 
-``fully_shard`` has the names, defaults and meaning of torch's and goes bottom-up; ``shard`` finds the units by itself
-and is ``fully_shard`` on each of them and on the model, after the same checks, which all ranks pass or fail together.
+``fully_shard`` has the arguments, defaults and meaning of torch's function, and is called bottom-up. ``shard`` finds
+the units by itself, and shards each of them, then the model, after checks that all ranks pass or fail together.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class _Arguments(NamedTuple):
     def owners(
         self, division: Division, ownership: Ownership, *, is_complete: bool, work: Counter[int] | None = None
     ) -> dict[OwnedParameter, MatrixOwners]:
-        """Check that parameters can be sharded; return the ranks that own matrices."""
+        """Check that the parameters of ``division`` can be sharded; return the ranks that own its matrices."""
         owned, mesh = division.parameters, self.info.mesh
         check_tensor_parallel(owned, mesh)
         check_no_hooks(owned)
@@ -130,13 +130,13 @@ _ARGUMENTS = {
     "precision": "mp_policy",
     "compression": "compression",
 }
-"""Arguments of ``shard`` by settings of the run file, or sections of it, that have another name than the argument."""
+"""Arguments of ``shard`` by those settings and sections of the run file that are named otherwise."""
 _OF_MODEL = {
     "shard.ownership": "the repeated blocks: pass ownership to the calls of fully_shard on blocks",
     "precision.output": "the model from its blocks, whose outputs would be rounded too: leave it out and pass "
     "MixedPrecisionPolicy(output_dtype=...), as mp_policy, to the call of fully_shard on the model",
 }
-"""Settings that ``fully_shard`` refuses: what ``shard`` knows that one call of it does not, and what to do instead."""
+"""Settings that only ``shard`` takes: what it knows and one ``fully_shard`` call does not, and what to do instead."""
 
 _FSDP1 = {
     "auto_wrap_policy": "units=['Block'] of shard(), or fully_shard on each block and then on the model",
@@ -154,16 +154,16 @@ _FSDP1 = {
     "nothing for FULL_SHARD",
     "use_orig_params": "nothing: it is always so",
 }
-"""Replacements of the arguments of torch's first FSDP, by argument, for the error that refuses them."""
+"""What to use in place of each argument of torch's ``FullyShardedDataParallel``, for the error that refuses it."""
 
 _origins: WeakKeyDictionary[nn.Module, tuple[PlannedArgument, ...]] = WeakKeyDictionary()
 _work: WeakKeyDictionary[dist.ProcessGroup, Counter[int]] = WeakKeyDictionary()
-"""Newton-Schulz operations on the matrices that calls of ``fully_shard`` have given each rank of a group so far. Meshes
-are no keys: ranks drop a mesh at different times, so that owners would differ, but keep a group until its end."""
+"""Newton-Schulz operations, by process group and rank, on the matrices that ``fully_shard`` has given to ranks so far.
+Meshes are no keys: ranks drop a mesh at different times, so that owners would differ, but keep their process groups."""
 
 
 def _completed(function: Callable[P, Result]) -> Callable[P, Result]:
-    """Fill arguments that the script leaves out, from the run file, the environment and the command line."""
+    """Wrap ``function`` to take arguments that a script leaves out from the run file, environment and command line."""
     accepted = inspect.signature(function).parameters
 
     @wraps(function)
@@ -211,7 +211,7 @@ def _shown(value: object) -> str:
 
 
 def _from_settings(argument: str, value: Any) -> Any:
-    """Convert the ``value`` of a run's setting to that of ``argument`` of ``shard`` or ``fully_shard``."""
+    """Convert the ``value`` of a setting in the run file to a value of ``argument`` of ``shard`` or ``fully_shard``."""
     if argument == "mp_policy":
         precision = {name: one.value for name, one in run_settings().items() if name.startswith("precision.")}
         dtypes = {
@@ -229,7 +229,7 @@ def _from_settings(argument: str, value: Any) -> Any:
     return value
 
 
-@lru_cache(maxsize=1)  # making a mesh makes process groups, and every fully_shard call needs one
+@lru_cache(maxsize=1)  # making a mesh makes process groups, and all fully_shard calls share it
 def _replicated(world: dist.ProcessGroup, replicas: int, device: str) -> DeviceMesh:
     """Return the mesh (replicate, shard) of all ranks."""
     name, size = "shard.replicate", world.size()
@@ -304,7 +304,7 @@ def shard(
             sum over all ranks in every backward.
 
     Returns:
-        The same object.
+        ``model`` itself.
 
     Raises:
         ValueError: the model or an argument cannot work; the message names the parameter or module in full, what was
@@ -376,7 +376,7 @@ def shard(
     place_buffers(model, info.device, param_init_fn, of_loaded=True)
     prepare = _preparation(model, info, sync_module_states, param_init_fn)
     plan = ShardingPlan(info, policy, given.collectives, given.host, prepare, owners)
-    # ``output_dtype`` is for the output of the model, not of the units inside
+    # ``output_dtype`` is for the output of the model, not for those of the units inside
     inner = plan._replace(policy=replace(policy, output_dtype=None))
     for unit in inner_units:
         spec = shard_parameters(unit.modules, unit.parameters, (), inner, unit.role)
@@ -439,8 +439,8 @@ def fully_shard(
             are DTensors on all of its dimensions, and so are the forward's inputs. None: ``mesh`` is the data-parallel
             one. Parameters that are DTensors across other ranks are sharded further either way.
         compression: as of ``shard``: how gradients and weights of this group are encoded on the network. All groups of
-            a model with a compression must have the same one. Patterns of ``overrides`` are of full names, and one
-            that fits none is told; one that divides a group has to fit the names within ``module``, too.
+            a model with a compression must have the same one. Patterns of ``overrides`` are of full names, and the
+            first forward warns of one that fits none; one that divides a group has to fit names within ``module``, too.
         ownership: as of ``shard``, of the parameters of this group: ``"matrix"`` takes its matrices and stacks of
             matrices, embeddings aside, so pass it to the calls on blocks. Patterns are matched against parameter names
             within ``module``. Owners are balanced over all calls with this mesh.
@@ -545,7 +545,7 @@ def counters_of(model: nn.Module) -> Counters:
     state = built_state(model, "counters_of")
     plan = plan_for(state)
     counters = state.context.counters
-    unplanned = (group.own_grad_buffer for group in state.groups)  # buffers made later: see ``ParamGroup.grad_buffer``
+    unplanned = (group.own_grad_buffer for group in state.groups)  # of ``ParamGroup.grad_buffer``, after the plan
     counters.owned_bytes = plan.owned_bytes + sum(each.data.nbytes for each in unplanned if each is not None)
     counters.host_bytes = plan.host_bytes
     return counters
@@ -622,7 +622,7 @@ def _end_process_group() -> None:
 
 
 def _everybody(mesh: object) -> list[dist.ProcessGroup]:
-    """Return the groups in which all ranks refuse arguments together: the world, if the mesh has all of it."""
+    """Return the process groups that refuse arguments together: the world, if ``mesh`` has all its ranks."""
     assert dist.group.WORLD is not None
     if not isinstance(mesh, DeviceMesh) or mesh.size() == dist.get_world_size():
         return [dist.group.WORLD]
@@ -640,7 +640,7 @@ def _check_arguments(
     ignored_params: Iterable[nn.Parameter] | None,
     compression: Compression | str | None,
 ) -> _Arguments:
-    ignored = tuple(ignored_params or ())  # ``module.parameters()`` can be read once
+    ignored = tuple(ignored_params or ())  # an iterator such as ``module.parameters()`` can be read only once
     check_types(
         mesh=(mesh, DeviceMesh, 'a DeviceMesh, for example init_device_mesh("cpu", (2,))'),
         mp_policy=(policy, MixedPrecisionPolicy, "MixedPrecisionPolicy(param_dtype=torch.bfloat16)"),
@@ -656,8 +656,8 @@ def _check_arguments(
         )
     if mesh.get_coordinate() is None:
         raise ValueError(f"rank {dist.get_rank()} is not in the mesh {mesh}: make the call on the ranks of the mesh")
-    if mesh.ndim == 2 and type(mesh.mesh) is torch.Tensor:  # a fake tensor has no values
-        orders = mesh.mesh.numpy().argsort(-1)  # by NumPy: on fake ranks a tensor of torch's making has none, either
+    if mesh.ndim == 2 and type(mesh.mesh) is torch.Tensor:  # a ``FakeTensor`` has no values
+        orders = mesh.mesh.numpy().argsort(-1)  # NumPy's: in a ``FakeTensorMode`` torch's has no values
         if (orders != orders[0]).any():
             raise ValueError(
                 f"mesh {mesh.mesh.tolist()} orders the ranks of its rows differently, and process groups number theirs "
@@ -789,7 +789,7 @@ def _warn_of_whole_model(mesh: DeviceMesh, division: Division) -> None:
 
 
 def _warn_of_emulated_bf16(policy: MixedPrecisionPolicy, device: torch.device) -> None:
-    """Warn where a processor without instructions for bf16 is to compute in it."""
+    """Warn if a forward is to compute in bf16 on a processor without instructions for it."""
     if policy.param_dtype is torch.bfloat16 and emulates_bf16(device):
         warnings.warn(
             "mp_policy.param_dtype=torch.bfloat16 on a processor that has no instructions for it (AVX-512 BF16 or "

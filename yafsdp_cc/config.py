@@ -1,8 +1,8 @@
-"""The run file: a run's settings in YAML, where each value came from, and their way into the ranks. Imports no torch.
+"""The run file: a run's settings in YAML, where each value came from, and their way into the ranks; without torch.
 
 A value is looked up in this order: the script's own arguments, the command line (torchrun's flags, ``--set a.b=c``),
-the environment (torchrun's ``PET_...``, ``YAFSDP_CC_SET``), the run file, the default. ``yafsdp-cc launch`` settles all
-but the script's, and hands what concerns the engine to the ranks as JSON in ``YAFSDP_CC_RUN``.
+the environment (torchrun's ``PET_...``, ``YAFSDP_CC_SET``), the run file, the default. ``yafsdp-cc launch`` merges all
+but the script's arguments, and hands the engine's settings to the ranks as JSON in ``YAFSDP_CC_RUN``.
 """
 
 from __future__ import annotations
@@ -55,30 +55,30 @@ class LaunchSection(BaseModel):
     model_config = _STRICT
 
     nproc_per_node: Positive | Literal["auto", "gpu", "cpu", "xpu"] = 1
-    """Ranks on each machine: one for each GPU, or a few that share the cores."""
+    """Number of ranks on each machine: one for each GPU, or a few that share the cores."""
     nnodes: Positive | Nodes = 1
-    """Machines, or MIN:MAX where they may come and go; srun's own number under Slurm."""
+    """Number of machines, or MIN:MAX where machines may come and go; under Slurm that of srun."""
     node_rank: Annotated[int, Field(ge=0)] = 0
-    """Number of this machine, from 0; srun's own under Slurm. Better given as --node-rank: the file is for all."""
+    """Number of this machine, from 0; under Slurm that of srun. Better given as --node-rank: all share the file."""
     master_addr: Text = "127.0.0.1"
-    """Name or address of machine 0; under Slurm the first machine of the step."""
+    """Name or address of machine 0; under Slurm the first machine of the job step."""
     master_port: Annotated[int, Field(ge=1, le=65535)] | None = None
     """Port on machine 0 where the machines meet; null: 29500, or any free one for a single machine."""
     rdzv_backend: Literal["static", "c10d", "etcd", "etcd-v2"] = "static"
     """How machines find each other: static counts them by node_rank, c10d lets them join at rdzv_endpoint."""
     rdzv_endpoint: str = ""
-    """HOST:PORT where machines meet with c10d or etcd."""
+    """HOST:PORT of the rendezvous where machines meet with c10d or etcd."""
     rdzv_id: Text = "none"
-    """Name of the job at the meeting point, the same on every machine."""
+    """Name of the job at the rendezvous, the same on every machine."""
     rdzv_conf: Annotated[str, Field(pattern=r"^(\w+=[^,]+(,\w+=[^,]+)*)?$", examples=["join_timeout=600"])] = ""
     """Further options of the rendezvous, as key=value,key=value."""
     max_restarts: Annotated[int, Field(ge=0)] = 0
-    """How often all ranks are started again when one fails; the script then resumes from its checkpoint."""
+    """How many times all ranks are started again when one fails; the script then resumes from its checkpoint."""
     start_method: Literal["spawn", "fork"] = "spawn"
     """How ranks start: fork takes no seconds of imports, as one process has imported torch for all; what torch reads at
     its import, such as OMP_NUM_THREADS, a script cannot change then."""
     name: Annotated[str, Field(pattern=r"^\w[\w.-]*$")] | None = None
-    """Name of the run, and of its folder under runs/; null: that of the script."""
+    """Name of the run, and of its folder under runs/; null: the name of the script."""
     log_dir: Text | None = None
     """Folder for the output of each rank, rank-N.log; null: runs/NAME/logs."""
 
@@ -89,24 +89,24 @@ class ShardSection(BaseModel):
     model_config = _STRICT
 
     zero_stage: Annotated[int, Field(ge=1, le=3)] = 3
-    """ZeRO stage, which shards: 1, optimizer state; 2, gradients too; 3, parameters too. Lower is faster, and
-    larger."""
+    """ZeRO stage, which shards: 1, optimizer state; 2, gradients too; 3, parameters too. A lower stage is faster and
+    takes more memory."""
     replicate: Positive = 1
-    """Number of replicas (HSDP): the ranks of one, such as those of a machine, hold a whole model."""
+    """Number of replicas (HSDP): the ranks of one replica, such as those of a machine, hold a whole model together."""
     units: Text | Annotated[list[Text], Field(min_length=1)] = "auto"
     """Modules that are gathered together: class names or patterns of module names; auto finds the repeated blocks."""
     ownership: Literal["flat", "matrix"] | Annotated[list[Text], Field(min_length=1)] = "flat"
     """What ranks own of a parameter: flat, a range of its elements; matrix, whole matrices of the blocks, for Muon; or
-    patterns of the names of parameters that lie whole. Not with fully_shard."""
+    patterns of the names of parameters that lie whole on one rank. Not with fully_shard."""
     sync: Literal["overlap"] | None = None
     """How replicas are kept together: overlap, by sums that are hidden behind the next step; null: by a sum in every
     backward. Not with fully_shard."""
     reshard_after_forward: bool | Positive | None = None
-    """false keeps unsharded weights until they change; a number reshards them across so many neighbouring ranks."""
+    """Whether forwards drop weights; false keeps them until they change; a number: to so many neighbouring ranks."""
     cpu_offload: bool = False
     """Whether parameters, gradients and optimizer state are in host memory (torch's CPUOffloadPolicy)."""
     sync_module_states: bool = False
-    """Whether rank 0's weights are taken; otherwise the ranks' weights are compared."""
+    """Whether all ranks take rank 0's weights; otherwise the ranks' weights are compared."""
     separate_reduce_group: bool = False
     """Whether gradients have a communicator of their own, so that a gather and a reduce overlap."""
 
@@ -125,10 +125,10 @@ class PrecisionSection(BaseModel):
     model_config = _STRICT
 
     param: Dtype | None = None
-    """Dtype of the forward, the backward and the gathered weights: bf16 halves their bytes. The optimizer keeps its
-    own."""
+    """Dtype of the forward, the backward and the gathered weights: bf16 halves their bytes. The optimizer's weights
+    keep their dtype."""
     reduce: Dtype | None = None
-    """Dtype of gradients on the network; null: as param. Use fp32 where many ranks are summed."""
+    """Dtype of gradients on the network; null: that of ``param``. Use fp32 where many ranks are summed."""
     output: Dtype | None = None
     """Dtype of the model's output. Not with fully_shard."""
     cast_forward_inputs: bool = True
@@ -150,28 +150,28 @@ class CompressionFields:
     them (``compression.all_gather``): ``"int8"``, ``"fp8"``, ``"int4"``, ``"ternary"``, ``"onebit"``, or any other with
     scales. Where they are resharded after the forward, it rounds them: ``"int8"`` or ``"fp8"``."""
     feedback: bool | Literal["ef21"] = True
-    """Whether what a message leaves out is kept in a residual and added to the next one (error feedback). Without,
-    rounding is stochastic where the codec can do that.
+    """Whether what a message leaves out is kept in a residual and added to the next one (error feedback). Without error
+    feedback, rounding is stochastic where the codec can do that.
 
-    ``"ef21"``: messages hold by how much gradients differ from what was sent so far, of which their owner keeps the sum
+    ``"ef21"``: messages hold the difference of gradients from the sum of all messages so far, which the owner keeps
     (``compression.error_feedback``): for Muon and other matrix optimizers. Takes ``residual="fp32"``.
     """
     residual: Literal["fp32", "bf16", "int8"] = "bf16"
     """Dtype of residuals: 4, 2, or just over 1 byte for each element and rank."""
     carry: Share = 1.0
-    """Share of the residual that is added to the next message; less than 1 is LoCo's (``error_feedback.Recursion``)."""
+    """Share of the residual that is added to the next message; below 1 as in LoCo (``error_feedback.Recursion``)."""
     scope: Scope = "auto"
-    """Which sums are encoded: those over the ranks of a shard, or over replicas; auto: over replicas, if there are."""
+    """Which sums are encoded: over the ranks of a shard, or over replicas; auto: over replicas, if there are any."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """Optimizer steps before anything is encoded."""
+    """Number of optimizer steps before anything is encoded."""
     block: Block = 256
     """Number of elements that share a scale: 64, 128 or 256, or up to 4,096 if the model is sharded with that many."""
     matrix_rank: Positive = 8
-    """Columns of the factors of ``"powersgd"``: as many bytes as PowerSGD of half the rank, which sends both."""
+    """Columns of the factor that ``"powersgd"`` sends in a step; PowerSGD of half the rank sends two, as many bytes."""
     overrides: Mapping[str, str] = field(default_factory=dict)
-    """Codecs of gradients by patterns of full parameter names (``"embed*": "fp32"``); the first that fits holds."""
+    """Codecs of gradients by patterns of full parameter names (``"embed*": "fp32"``); the first to fit counts."""
     candidates: tuple[str, ...] = ("int8", "int4")
-    """Codecs that ``"auto"`` may choose besides exact sums. These two are known to do well with any optimizer."""
+    """Codecs that ``"auto"`` may choose besides exact sums. int8 and int4 are known to do well with any optimizer."""
     error_budget: Share | None = None
     """Upper bound on the relative squared error of messages that ``"auto"`` may choose, on average over elements: int8
     for all has 0.00005, int4 for all 0.016. None: unbounded."""
@@ -210,7 +210,7 @@ class RunFileError(ValueError):
 
 
 class Setting(NamedTuple):
-    """A value, and where it is from: ``run.yaml:3``, ``--set``, ``--nnodes``, ``PET_NNODES``."""
+    """A setting's value, and where it is from: ``run.yaml:3``, ``--set``, ``--nnodes``, ``PET_NNODES``."""
 
     value: Any
     source: str
@@ -285,7 +285,7 @@ def read(file: str | os.PathLike[str] | None, assignments: Iterable[str] = ()) -
     """
     reader = _Reader()
     if file is None:
-        file = os.environ.get(CONFIG) or None  # an empty variable is unset
+        file = os.environ.get(CONFIG) or None  # an empty variable counts as unset
     if file is not None:
         reader.read_file(os.fspath(file))
     try:
@@ -304,7 +304,7 @@ _MOST_VALUES, _MOST_BYTES = 10_000, 1 << 17
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # yaml has no stubs
-    """Reads JSON's types only, written as in YAML 1.2: 1:4 and 2026-01-01 are text, duplicate keys are refused."""
+    """Reads YAML with JSON's types only, written as in YAML 1.2: 1:4 is text, and duplicate keys are refused."""
 
     yaml_constructors: ClassVar = {
         tag: construct
@@ -317,7 +317,7 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # yaml has no stubs
     }
 
     def get_single_node(self) -> yaml.Node | None:
-        """Return the document, unless its anchors, written out, exceed the limits of a run file."""
+        """Return the root of the YAML document; raise if it has too many values, those that anchors repeat included."""
         root = super().get_single_node()
         sizes: dict[yaml.Node, int] = {}
 
@@ -359,7 +359,7 @@ class _Reader:
 
     def read_file(self, path: str) -> None:
         try:
-            with open(path, "rb") as file:  # not Path, for which an empty name is the working folder
+            with open(path, "rb") as file:  # ``Path("")`` would be the working folder
                 data = file.read(_MOST_BYTES + 1)
             if len(data) > _MOST_BYTES:
                 self._refuse(path, f"is longer than the {_MOST_BYTES:,} bytes of a run file")
@@ -405,7 +405,7 @@ class _Reader:
         if name == "compression" and isinstance(value, str):
             name = "compression.gradients"
         elif not leaf and section in RunFile.model_fields:
-            if value is None:  # None drops all that a source of lower precedence has set
+            if value is None:  # null drops what sources of lower precedence have set
                 self.settings = {known: one for known, one in self.settings.items() if known.split(".")[0] != section}
             elif isinstance(value, dict):
                 for each, inner in value.items():
@@ -424,7 +424,7 @@ class _Reader:
     def _entries(
         self, loader: yaml.SafeLoader, node: yaml.MappingNode, path: str
     ) -> Iterator[tuple[str, str, yaml.Node]]:
-        """Yield key, place and value of each entry; YAML itself would use the last of several with one key."""
+        """Yield key, file and line, and value of each entry; refuse a key's second entry, which YAML would take."""
         lines: dict[str, int] = {}
         for key_node, value in node.value:
             key, line = str(loader.construct_object(key_node, deep=True)), key_node.start_mark.line + 1
@@ -525,7 +525,7 @@ def to_yaml(values: Mapping[str, Any]) -> str:
 
 
 def summary(one: Mapping[str, Any]) -> str:
-    """Return the first paragraph of a setting's description, plain."""
+    """Return the first paragraph of a setting's description, without backquotes."""
     return str(one["description"]).split("\n\n")[0].replace("``", "")
 
 

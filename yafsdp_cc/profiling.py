@@ -31,7 +31,7 @@ Kind = Literal[
 ]
 
 _domain = nvtx and nvtx.get_domain("yafsdp_cc")
-# NVTX tells at import whether a tool is attached to this process: if not, attributes are None.
+# NVTX knows since its import whether a tool is attached to this process: if none is, event attributes are None.
 NVTX_LISTENS = bool(_domain) and _domain.get_event_attributes(message="probe") is not None
 
 _COLORS: dict[Kind, str] = {
@@ -73,7 +73,7 @@ class Span:
         self._entered: list[Handle | None] = []
 
     def start(self) -> Handle | None:
-        """Open a range that ``end`` closes elsewhere; None while no tool records.
+        """Open the range and return its handle, for ``end`` elsewhere; None while no tool records.
 
         A handle that is never ended ends when it is freed (Kineto) or with the trace (NVTX).
         """

@@ -45,9 +45,9 @@ class BatchRollback:
 
     def __init__(self) -> None:
         self._copies: dict[tuple[int, int], Tensor] = {}
-        """Copy of each saved storage, by its address and bytes."""
+        """Copy of each saved storage, by the storage's address and number of bytes."""
         self._saved: dict[tuple[int, int], Tensor] = {}
-        """Saved storages by address and bytes, until they are restored or discarded."""
+        """Saved storages by address and number of bytes, until ``discard``."""
         self._objects: dict[int, tuple[Any, dict[str, Any]]] = {}
         """Objects of ``_COMPRESSION`` and copies of their attributes, by the object's id."""
         self._undo: list[Callable[[], object]] = []
@@ -55,7 +55,7 @@ class BatchRollback:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the copies of storages that a skipped batch would change."""
+        """Bytes of memory that the copies of saved storages take."""
         return sum(each.nbytes for each in self._copies.values())
 
     @torch.no_grad()
@@ -65,7 +65,7 @@ class BatchRollback:
         self._undo += [each.save_members() for each in state.step_states()]
         self._save_gradients(state)
         self._save_compression(state)
-        for spec in state.specs:  # ``set_requires_gradient_sync`` may switch the setting in the batch
+        for spec in state.specs:  # the batch may call ``set_requires_gradient_sync``
             self._undo.append(
                 partial(setattr, spec.settings, "requires_gradient_sync", spec.settings.requires_gradient_sync)
             )
@@ -84,7 +84,7 @@ class BatchRollback:
             storage.copy_(self._copies[key])
 
     def discard(self) -> None:
-        """Forget the saved state; the memory of the copies is reused."""
+        """Forget the saved state; the next ``save`` reuses the memory of the copies."""
         self._saved.clear()
         self._objects.clear()
         self._undo.clear()
@@ -130,7 +130,7 @@ class BatchRollback:
     def _save_compression(self, state: FSDPState) -> None:
         for flat in state.flats:
             if flat.trainable:
-                # residuals are made now: ``restore`` does not know those made within the batch
+                # make residuals now: ``restore`` would keep the values of those that the batch makes
                 state.context.bind_reduce(flat)
             self._save_object(flat.reduce_scatter)
             self._save_object(flat.all_reduce)
@@ -159,7 +159,7 @@ class BatchRollback:
 
     def _save_buffers(self, model: nn.Module) -> None:
         buffers = {id(buffer): buffer for module in model.modules() for buffer in module._buffers.values()}
-        saved = {key: self._saved_as(buffer) for key, buffer in buffers.items()}  # one that modules share stays shared
+        saved = {key: self._saved_as(buffer) for key, buffer in buffers.items()}  # modules share them as before
         for module in model.modules():
             if module._buffers:
                 held = {name: saved[id(buffer)] for name, buffer in module._buffers.items()}
@@ -175,7 +175,7 @@ class BatchRollback:
             self._undo.append(partial(numpy.random.set_state, numpy.random.get_state()))
 
 
-@cache  # comparing with each class takes longer than the copies of a small model
+@cache  # comparing a class with all of these takes longer than copying a small model
 def _kind_of(kind: type) -> type | None:
     """Return how a member of class ``kind`` is saved: as a Tensor, a list (any container) or an object of compression;
     None: by reference."""

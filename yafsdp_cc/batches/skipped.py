@@ -1,8 +1,8 @@
 """Batches that all ranks skip together, because one of them has failed in a forward or backward.
 
 A rank that fails stops issuing collectives, and the other ranks would wait for it for ever. So each rank keeps a list
-of the collectives that it has issued in a block; a thread of each rank waits for a key of the process group's store,
-and then:
+of the collectives that it has issued in a ``skip_together`` block, and a thread of each rank waits for the key of the
+process group's store by which a failed rank tells the others:
 
     rank 0     forward, backward, ...     │ waits in collective 7                   woken; PeerFailedError at 8 ─┐
     rank 1     forward ✗ after 4 ── tells all ─┐                                                                 │
@@ -11,9 +11,9 @@ and then:
     all                                        what was issued is complete; one vote: skip; state put back ◄─────┘
 
 The lists of issued collectives are prefixes of one sequence, that of the program. Once the lists are closed, each rank
-issues the rest of the longest one. This needs neither activations nor an order known beforehand: gathering weights
-takes a shard, reducing gradients a buffer. Only the point where ranks stop depends on timing: every rank undoes what
-the batch has changed (``rollback``).
+issues the rest of the longest list, without activations and without an order known beforehand: an all-gather needs only
+a shard, a reduce only a buffer. Only the point where ranks stop depends on timing: every rank undoes what the batch has
+changed (``rollback``).
 
 No rank waits for ever: ranks that the first incomplete collective lacks have yet to issue it, and they wait only for
 earlier collectives, which are complete.
@@ -63,9 +63,9 @@ if TYPE_CHECKING:
 _log = logging.getLogger("yafsdp_cc")
 
 _ANSWER = 60.0
-"""Seconds for all ranks' threads to publish their lists in the store; each does at once, whatever its rank runs."""
+"""Seconds to wait for the lists of all ranks in the store; threads publish them at once, whatever a rank runs."""
 _WAIT = timedelta(hours=1)
-"""Longest single wait of a thread for a key of the store."""
+"""Longest wait of a thread for a key of the store, before it waits again."""
 
 FORWARD, GATHER, REDUCE, REPLICATED = "forward", "gather", "reduce", "replicated"
 """Kinds of ``_Op``: collectives of observers before a forward; of parameter groups; of replicated parameters."""
@@ -98,10 +98,10 @@ class _Op(NamedTuple):
     model: int
     kind: str
     name: str = ""
-    """Name of the parameter group, if any."""
+    """Name of the parameter group; for replicated parameters ``FSDPState.final_reduce``; for a forward ""."""
     flag: bool = False
-    """For a forward, whether it records a graph; for an all-gather, whether it fills an overflow buffer; for a reduce,
-    whether its sum continues over replicas."""
+    """Whether a forward records a graph, an all-gather fills an overflow buffer, or the sum of a reduce continues over
+    replicas."""
 
 
 # Logs of issued collectives, and news of failures -----------------------------------------------------------------
@@ -109,14 +109,14 @@ class _Op(NamedTuple):
 
 @dataclass
 class _CollectiveLog:
-    """The collectives that this rank has issued in the block number ``block``."""
+    """Log of the collectives that this rank has issued in the ``skip_together`` block number ``block``."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     block: int = 0
-    """Number of the block that is open, or was open last."""
+    """Number of the ``skip_together`` block that is open, or was open last."""
     ops: list[_Op] = field(default_factory=list)
     closed: int = 0
-    """Number of the last block in which a rank has failed."""
+    """Number of the last ``skip_together`` block in which a rank has failed."""
     reason: str = ""
     has_ended: bool = False
     """Whether a rank has failed and takes no part in training any more."""
@@ -140,7 +140,7 @@ class _CollectiveLog:
             self.ops.append(op)
 
     def close(self, block: int, reason: str, has_ended: bool) -> list[_Op]:
-        """Close the log of ``block``, which may not be open yet, against further entries; return its entries."""
+        """Close the log of the block of this number, which this rank may not have entered yet; return its entries."""
         with self.lock:
             self.closed, self.reason, self.has_ended = block, reason, self.has_ended or has_ended
             self.handled += 1
@@ -148,45 +148,45 @@ class _CollectiveLog:
 
 
 class _Peers:
-    """The ranks of a mesh: their vote, their lists of collectives, and the thread that waits for failures."""
+    """The ranks of a mesh: their vote, their lists of collectives, and this rank's thread that waits for failures."""
 
     def __init__(self, ranks: list[int], votes: dist.ProcessGroup) -> None:
         self.ranks = ranks
         self.rank = ranks.index(dist.get_rank())
         self.log = _CollectiveLog()
         self.failures = 0
-        """Number of failed blocks that this rank has ended so far."""
+        """Number of ``skip_together`` blocks with a failed rank that this rank has ended so far."""
         self.in_a_row = 0
         """Number of batches skipped since the last batch that every rank kept."""
-        self._group = weakref.ref(votes)  # weak: only torch keeps the group, until destroy_process_group()
+        self._group = weakref.ref(votes)  # weak: ``destroy_process_group`` shall free the group
         store: Any = _get_default_store()
         self._store: Store = store.clone()
         name = zlib.crc32(repr(self.ranks).encode())
         _meetings[name] += 1
         self._prefix = f"yafsdp_cc/skip/{name}/{_meetings[name]}"
-        # the thread needs a connection of its own: a store answers one request at a time, and the thread's request
-        # waits
+        # the waiting thread needs a connection of its own: a store answers the requests of one connection in turn, and
+        # that of the thread waits
         own = store.clone()
         mine = (self._prefix, self.rank, self.log)
         thread = threading.Thread(
             target=_wait_for_failures, args=(own, *mine), name="yafsdp_cc.skip_together", daemon=True
         )
         thread.start()
-        # a thread that still waits in C++ would abort the interpreter at its exit
+        # a thread that still waits in C++ when the interpreter exits would abort it
         weakref.finalize(self, _stop, self._store, *mine, thread, os.getpid())
 
     @classmethod
     def of(cls, mesh: DeviceMesh) -> _Peers:
         """Return the ``_Peers`` of ``mesh``, made at the first call, which is a collective."""
         ranks, group = mesh.mesh.flatten().tolist(), shard_group(mesh)
-        # hosts vote over gloo: on CUDA a vote must not wait for the device
+        # ranks vote over gloo: a vote over NCCL would wait for the device
         votes = group_once(group, ("votes", *ranks), lambda: new_group(ranks, timeout_of(group), "gloo"))
         if votes not in _known:
             _known[votes] = cls(ranks, votes)
         return _known[votes]
 
     def vote(self, level: int) -> int:
-        """Return the highest level that any rank votes for."""
+        """Vote for ``level``, one of ``_COUNTS``, ``_SKIP`` and ``_RAISE``; return the highest level of all ranks."""
         number = torch.tensor([level], device="cpu")
         try:
             dist.all_reduce(number, dist.ReduceOp.MAX, self._group())
@@ -199,19 +199,19 @@ class _Peers:
         return int(number)
 
     def exchange(self, item: Any) -> list[Any]:
-        """Return the items of all ranks."""
+        """Return the ``item`` that each rank has passed. A collective."""
         group = self._group()
         assert group is not None
         return all_gather_objects(item, [group])
 
     def tell(self, reason: str, *, has_ended: bool) -> None:
-        """Tell all ranks that this one has failed in the present block."""
+        """Tell the threads of all ranks that this rank has failed in the present block."""
         text = json.dumps({"block": self.log.block, "reason": reason, "has_ended": has_ended})
         for rank in range(len(self.ranks)):
             self._store.set(f"{self._prefix}/{self.failures}/{rank}", text)
 
     def missing(self) -> list[_Op]:
-        """Return the collectives that other ranks have issued and this one has not, once all lists are closed."""
+        """Wait until all lists are closed; return the collectives that other ranks have issued and this one has not."""
         keys = [f"{self._prefix}/{self.failures}/{rank}/issued" for rank in range(len(self.ranks))]
         try:
             self._store.wait(keys, timedelta(seconds=_ANSWER))
@@ -235,7 +235,7 @@ class _Peers:
         return found[len(own) :]
 
     def forget(self) -> None:
-        """Remove this rank's keys of a ``skip_together`` block in which a rank has failed, which is over."""
+        """Remove this rank's keys from the store, at the end of a ``skip_together`` block with a failed rank."""
         failure_key = f"{self._prefix}/{self.failures}/{self.rank}"
         for key in (failure_key, f"{failure_key}/issued", f"{failure_key}/issued/ops"):
             with suppress(RuntimeError):  # some stores cannot delete keys
@@ -244,9 +244,9 @@ class _Peers:
 
 
 _known: weakref.WeakKeyDictionary[dist.ProcessGroup, _Peers] = weakref.WeakKeyDictionary()
-"""``_Peers`` by the group in which they vote."""
+"""``_Peers`` by the process group in which their ranks vote."""
 _meetings: Counter[int] = Counter()
-"""Number of ``_Peers`` made for the same ranks so far, which is the same on all of them."""
+"""Number of ``_Peers`` made so far, by checksum of their ranks; all of these ranks have the same number."""
 
 
 def _wait_for_failures(store: Store, prefix: str, rank: int, log: _CollectiveLog) -> None:
@@ -263,13 +263,13 @@ def _wait_for_failures(store: Store, prefix: str, rank: int, log: _CollectiveLog
             store.set(f"{failure_key}/issued/ops", json.dumps(ops))
             store.set(f"{failure_key}/issued", str(len(ops)))
         except dist.DistNetworkError:
-            return  # the store has gone with its process, and all ranks are about to end
+            return  # the process that held the store has ended, and all ranks are about to end
         except RuntimeError:
-            time.sleep(1.0)  # the wait for news has timed out: wait again
+            time.sleep(1.0)  # the wait for a failure has timed out: wait again
 
 
 def _stop(store: Store, prefix: str, rank: int, log: _CollectiveLog, thread: threading.Thread, process: int) -> None:
-    """End the thread, unless this process was forked from the one in which the thread runs."""
+    """End the thread that waits for failures, unless this process was forked from the one in which it runs."""
     if os.getpid() == process:
         with suppress(RuntimeError):
             store.set(f"{prefix}/{log.handled}/{rank}", "")
@@ -277,19 +277,19 @@ def _stop(store: Store, prefix: str, rank: int, log: _CollectiveLog, thread: thr
 
 
 class _Recorder(Observer):
-    """Records what the engine of one model is about to issue; called as the last of the engine's observers."""
+    """Records the collectives that the engine of one model is about to issue; the last of the engine's observers."""
 
     def __init__(self, log: _CollectiveLog, state: FSDPState, number: int) -> None:
         self._log, self._state, self._number = log, state, number
         self._kind, self._before = "", 0
-        """Kind of the last entry, "" once its collectives are all issued; ``fingerprint.count`` before the entry."""
+        """Kind of the log's last entry, "" once its collectives are issued; and ``fingerprint.count`` before it."""
 
     def add(self, kind: str, name: str = "", *, flag: bool = False) -> None:
         self._log.add(_Op(self._number, kind, name, flag))
         self._kind, self._before = kind, self._state.context.fingerprint.count
 
     def before_forward(self) -> None:
-        self._kind = ""  # collectives of a forward's beginning are issued: other observers come first
+        self._kind = ""  # the other observers, called before, have issued a forward's first collectives
 
     def before_gather(self, group: str, *, overflows: bool) -> None:
         self.add(GATHER, group, flag=overflows)
@@ -306,7 +306,7 @@ class _Recorder(Observer):
 
     @property
     def is_within(self) -> bool:
-        """Whether the collectives of the last entry may have been issued only in part."""
+        """Whether the collectives of the log's last entry may have been issued only in part."""
         if self._kind in (GATHER, REPLICATED):
             return self._state.context.fingerprint.count == self._before
         return bool(self._kind)
@@ -325,7 +325,7 @@ class _ForwardRecorder(Observer):
 # The block ----------------------------------------------------------------------------------------------------------
 
 _ENDS = (StopIteration, StopAsyncIteration, OutsideOnlyError)
-"""Exceptions for which no batch is skipped: the rank raises them after the block, other ranks a ``RuntimeError``."""
+"""Exceptions that skip no batch: their rank raises them at the end of the block, other ranks a ``RuntimeError``."""
 
 _open: list[_Block] = []
 """The ``skip_together`` block that is open, as the only entry; empty outside of one."""
@@ -375,7 +375,7 @@ class _Block:
         self.batch.saved_bytes = sum(_rollbacks[state].nbytes for state in self.states)
         for state, recorder in zip(self.states, self._recorders, strict=True):
             state.context.observers = (_ForwardRecorder(recorder), *state.context.observers, recorder)
-            state.outdated = False  # assembling the engine is a collective: it must wait until the block is over
+            state.outdated = False  # a new engine is assembled by collectives, which must wait until the block is over
         _open.append(self)
 
     def close(self) -> None:
@@ -386,7 +386,7 @@ class _Block:
             state.outdated |= was_outdated
 
     def discard(self) -> None:
-        """Forget the saved state."""
+        """Forget the state that ``open`` has saved."""
         for state in self.states:
             _rollbacks[state].discard()
 
@@ -446,7 +446,7 @@ class _Block:
             _let_go(state)
         for op in self._peers.missing():
             _issue(self.states[op.model], op)
-        for state in self.states:  # a reduce that completes issues its sum over replicas: none may come behind the vote
+        for state in self.states:  # completing a reduce may issue its sum over replicas, which must precede the vote
             state.context.wait_for_reduces()
 
     def _put_back(self) -> None:
@@ -490,7 +490,7 @@ class _Block:
 
 
 _rollbacks: weakref.WeakKeyDictionary[FSDPState, BatchRollback] = weakref.WeakKeyDictionary()
-"""Rollback of each model that was checked; copies are reused for the next batch."""
+"""``BatchRollback`` of each engine that ``_checked_state`` has accepted; the next batch reuses its copies."""
 
 
 @contextmanager
@@ -528,7 +528,7 @@ def skip_together(model: nn.Module, *others: nn.Module, limit: int = 10) -> Iter
         NotImplementedError: a part of a model makes collectives of its own: tensor parallelism, ``SyncBatchNorm``.
         RuntimeError: entered within another block, a forward or a backward; and on all ranks, behind the block: weights
             have changed in it, or more than ``limit`` batches in a row were skipped.
-        OutsideOnlyError: the block reads a norm, a sum or a ``full_tensor()`` of sharded tensors: collectives.
+        OutsideOnlyError: the block reads a norm, a sum or a ``full_tensor()`` of sharded tensors, by a collective.
         StopIteration: raised in the block; this is no failure, and the other ranks raise a ``RuntimeError``.
     """
     refuse_sync("skip_together", model, *others)
@@ -547,12 +547,12 @@ def skip_together(model: nn.Module, *others: nn.Module, limit: int = 10) -> Iter
             block.close()
         block.settle(error, limit)
     finally:
-        del error  # the exception's traceback refers to this frame: break the cycle
+        del error  # break the cycle: the exception's traceback refers to this frame
         block.discard()
 
 
 def _checked_state(model: nn.Module) -> FSDPState:
-    """Return the engine of a model whose batches can be skipped."""
+    """Return the engine of ``model``; raise if its batches cannot be skipped."""
     if _open:
         raise RuntimeError("skip_together inside skip_together: pass all models to one, skip_together(model, other)")
     state = require_state(model)
@@ -564,8 +564,8 @@ def _checked_state(model: nn.Module) -> FSDPState:
     if state.backwards or state.interrupted:
         state.reset()
     if state in _rollbacks:
-        return state  # checked at its first block
-    state.contents.check()  # perhaps a collective: do it now, as a rank that fails may reach no forward
+        return state  # the engine was checked at its first block
+    state.contents.check()  # this check may be a collective: do it now, as a rank that fails may reach no forward
     for param in state.params:
         if param.spec.tensor_parallel is not None:
             raise NotImplementedError(
@@ -586,9 +586,9 @@ def _checked_state(model: nn.Module) -> FSDPState:
 
 
 def _let_go(state: FSDPState) -> None:
-    """Release the weights and gradients of the batch, after this rank's issued reduces are complete.
+    """Release the weights and gradients of the batch, once the reduces that this rank has issued are complete.
 
-    The reduces' sums over replicas may be incomplete: others may wait for collectives that this rank has not issued.
+    Their sums over replicas may be incomplete: other ranks may wait for collectives that this rank has not issued.
     """
     context = state.context
     if context.last_reduce is not None:
@@ -601,7 +601,7 @@ def _let_go(state: FSDPState) -> None:
 
 @torch.no_grad()
 def _issue(state: FSDPState, op: _Op) -> None:
-    """Issue a collective that other ranks have issued; gradients are zeros."""
+    """Issue the collective ``op``, which other ranks have issued, with zeros for gradients."""
     context = state.context
     if op.kind == FORWARD:
         context.wait_for_reduces()

@@ -40,7 +40,7 @@ class UnevenBatches:
     def __init__(self, states: Sequence[FSDPState]) -> None:
         self._mesh = states[0].context.info.mesh
         self._found = [(param, param.factor) for state in states for param in state.params]
-        """Parameters, with the factors that the loop of another ``uneven``, around this one, has given them."""
+        """Parameters and the factors of their gradients before this block, which an ``uneven`` around it may set."""
         self._begun = 0
         self._open = {0: 1.0}
         """Weights of batches by the number of their loop, the innermost loop last; the block itself is number 0. The
@@ -52,20 +52,20 @@ class UnevenBatches:
         ended.
 
         Each turn of the loop is a collective of three numbers. A rank without batches gets the first one of another
-        rank. Within the loop may be another one, an evaluation for example; behind that, also by ``break``, the outer
-        weight holds again. The weight of a batch that was taken by ``next`` holds until the next one is.
+        rank. Another loop, an evaluation for example, may lie within this one; after it, also by ``break``, this loop's
+        weight holds again. The weight of a batch that ``next`` has taken holds until the next batch is taken.
 
         Raises:
             RuntimeError: other ranks have left the loop by ``break``, or because their ``batches`` have raised; or the
-                loop goes on after one around it has, by ``zip`` for example, or after the block has ended.
+                loop goes on after a loop around it has, by ``zip`` for example, or after the block has ended.
         """
-        # The first batch of a chain calls ``iter``, which may raise on one rank.
+        # A chain calls ``iter(batches)``, which may raise on one rank, only for the first batch, in ``_turns``.
         return _Loop(partial(self._turns, chain.from_iterable([batches]), []))
 
     def _turns(self, own: Iterator[Batch], last: list[Batch]) -> Iterator[Batch]:
-        """Yield batches of ``own``, then ``last``, which is empty until all ranks have a batch."""
+        """Yield the batches of ``own``, then the entry of ``last``, this rank's last batch or one of another rank."""
         self._begun = number = self._begun + 1
-        if self._open:  # else the block has ended
+        if self._open:  # it is empty after the end of the block
             self._open[number] = self.weight
         try:
             while True:
@@ -83,7 +83,7 @@ class UnevenBatches:
                     batch = next(own, _END)
                 except Exception:
                     with suppress(RuntimeError):
-                        self._count(0)  # the other ranks raise, too
+                        self._count(0)  # as this is no loop's number, all ranks raise
                     raise
                 has_data = batch is not _END
                 count = self._count(number, has_data)
@@ -106,18 +106,18 @@ class UnevenBatches:
             param.factor = self.weight
 
     def end(self) -> None:
-        """Give the parameters the factors that they had before, whichever loops were left."""
+        """Restore the factors that parameters had before the ``uneven`` block, whichever loops were left."""
         self._open.clear()
         self._weigh()
         for param, factor in self._found:
             param.factor = factor
 
     def _count(self, place: int, has_data: bool = False) -> int:
-        """Return the number of ranks with a batch; raise unless all are at one place: a loop's number, or 0."""
+        """Return the number of ranks with a batch; raise unless all ranks pass one ``place``, a loop's number or 0."""
         numbers = torch.tensor([has_data, place, place**2], device=self._mesh.device_type)
         all_reduce_over(all_groups(self._mesh), numbers, dist.ReduceOp.SUM, self._mesh)
         count, total, squares = map(int, numbers.tolist())
-        if self._mesh.size() * squares != total**2:  # only equal numbers have a variance of zero
+        if self._mesh.size() * squares != total**2:  # the variance of places is zero only if all are equal
             raise RuntimeError(
                 "some ranks have left the loop over uneven batches, in which the others go on: by break or return, "
                 "which belong after the same batch on all ranks, or because what makes their batches has raised"
@@ -129,11 +129,11 @@ _END: Any = object()
 
 
 class _Loop(Iterator[Batch]):
-    """Iterator over batches, to which ``for`` alone refers: a ``break`` frees it even while this object lives."""
+    """Makes a generator of batches to which ``for`` alone refers: ``break`` frees it even while this object lives."""
 
     def __init__(self, begin: Callable[[], Iterator[Batch]]) -> None:
         self._begin = begin
-        self._taken: Iterator[Batch] | None = None  # by ``next``, not ``for``
+        self._taken: Iterator[Batch] | None = None  # begun by ``next``, not ``for``
 
     def __iter__(self) -> Iterator[Batch]:
         taken, self._taken = self._taken, None
@@ -145,7 +145,7 @@ class _Loop(Iterator[Batch]):
 
 
 def _offered(batch: Any, has_data: bool, across: Sequence[dist.ProcessGroup]) -> Any:
-    """Return ``batch``, or another rank's if this rank has none; raise on all ranks if one cannot pickle its own."""
+    """Return ``batch``, or another rank's if this rank has none; raise on all ranks if a batch cannot be pickled."""
     try:
         with refused_together(*across):
             message = pickle.dumps(batch) if has_data else None
@@ -160,23 +160,23 @@ def _offered(batch: Any, has_data: bool, across: Sequence[dist.ProcessGroup]) ->
 
 
 def _copied(leaf: Any) -> Any:
-    """Return ``leaf``, copied where a loop may pop entries of it: ``tree_map`` copies plain containers around it."""
+    """Return ``leaf``, a copy if a loop may pop its entries; ``tree_map`` copies the plain containers around leaves."""
     with suppress(TypeError):  # some mappings refuse to be copied, those of open files for example
         return copy(leaf) if isinstance(leaf, (list, MutableMapping)) else leaf
     return leaf
 
 
 def _is_row(each: Any) -> bool:
-    """Return whether ``each`` is a list of numbers or texts alone, of which a batch may have thousands."""
+    """Return whether ``each`` is a list of numbers or texts alone, perhaps thousands, to be copied as one leaf."""
     return isinstance(each, list) and all(isinstance(entry, (int, float, str)) for entry in each)
 
 
 _hooked: set[Tensor] = set()
-"""Ignored parameters that have a hook; a block within another one leaves theirs."""
+"""Ignored parameters whose gradients an ``uneven`` block weighs by a hook; a block within it adds no second hook."""
 
 
 def _weighed(param: FSDPParam, grad: Tensor) -> Tensor:
-    """Return the gradient of an ignored parameter, weighed as that of ``param``, a sharded one of its model, is."""
+    """Return ``grad``, of an ignored parameter, times the factor of ``param``, a sharded parameter of its model."""
     return grad * param.factor if param.factor else torch.zeros_like(grad)
 
 
@@ -231,7 +231,7 @@ def uneven(model: nn.Module, *others: nn.Module) -> Iterator[UnevenBatches]:
     for state in states:
         for ignored in {each for spec in state.specs for each in spec.ignored} - _hooked - hooks.keys():
             if (ignored.is_floating_point() or ignored.is_complex()) and not ignored.is_inference():
-                is_trained = ignored.requires_grad  # the loop may train frozen ones later
+                is_trained = ignored.requires_grad  # hook frozen ones, too: the loop may unfreeze them
                 hooks[ignored] = ignored.requires_grad_().register_hook(partial(_weighed, state.params[0]))
                 ignored.requires_grad_(is_trained)
     _hooked.update(hooks)
