@@ -89,12 +89,12 @@ class SubclassParam(FSDPParam):
 
 
 def holds_bytes(param: FSDPParam) -> bool:
-    """Return whether the elements of ``param`` are bytes of a quantised weight, which no cast or codec may change."""
+    """Return whether the elements of ``param`` are bytes of a quantised weight, which no cast or codec may touch."""
     return type(param) is SubclassParam
 
 
 def in_class_of(param: FSDPParam, whole: nn.Parameter) -> nn.Parameter:
-    """Return ``whole`` as a tensor of the class of ``param``, sharing its memory."""
+    """Return the ``whole`` parameter as a tensor of the class that ``param`` had, sharing the memory of ``whole``."""
     if not isinstance(param, SubclassParam) or param.subclass.keeps_class:
         return whole
     made: Any = param.subclass.restore(whole.detach())
@@ -113,7 +113,7 @@ class ExtensionParam(SubclassParam):
 
 
 class _StandIn(torch.autograd.Function):
-    """The unsharded tensor in place of a plain placeholder of its shape, which the gradient goes to."""
+    """Returns the unsharded tensor in place of a plain placeholder of its shape; the placeholder gets the gradient."""
 
     @staticmethod
     def forward(ctx: Any, flat: ExtensionFlatParam, placeholder: Tensor) -> Tensor:
@@ -129,7 +129,7 @@ _stand_in: Callable[[ExtensionFlatParam, Tensor], Tensor] = _StandIn.apply
 
 
 class Extension(NamedTuple):
-    """Arguments with which an all-gather extension is called."""
+    """A parameter's tensor subclass with an all-gather extension, and the arguments of the extension's methods."""
 
     subclass: TensorSubclass
     mesh: DeviceMesh
@@ -142,7 +142,7 @@ class Extension(NamedTuple):
 
 
 def row_layout(shape: Sequence[int], world: int) -> Layout:
-    """Lay out one parameter by rows, as FSDP2 does: ``ceil(shape[0] / world)`` on each rank, the last ones padded."""
+    """Lay out one parameter by rows, as FSDP2 does: ``ceil(shape[0] / world)`` on each rank, padded on the last."""
     extent = Extent(tuple(shape), 0, torch.Size(shape).numel())
     rows = -(-shape[0] // world)
     return Layout((extent,), (rows * torch.Size(shape[1:]).numel(),) * world)
@@ -155,7 +155,7 @@ class ExtensionFlatParam(FlatParam):
     """
 
     made: PackedForm
-    """Form of the unsharded tensor in the weight buffer, of which it takes ``made_bytes``; set by each all-gather."""
+    """How to construct the unsharded tensor from ``made_bytes`` of the weight buffer; set by each all-gather."""
     made_bytes: int
 
     def __init__(self, extension: Extension, *rest: Any) -> None:
@@ -212,22 +212,22 @@ def forward_dtype(flat: FlatParam) -> torch.dtype:
 
 
 class ExtensionAllGather(AllGather):
-    """An all-gather of the tensors that ``fsdp_pre_all_gather`` returns: one collective for each, into its place.
+    """An all-gather of the tensors that ``fsdp_pre_all_gather`` returns: one collective for each tensor.
 
-    The constructor runs the extension once to learn the sizes, which is a collective if the extension's methods are.
+    The constructor runs the extension once to learn their sizes: a collective if the extension's methods are.
     """
 
     def __init__(self, flat: ExtensionFlatParam) -> None:
         self.flat = flat
         self._metadata: dict[int, Any] = {}
-        """Metadata from ``fsdp_pre_all_gather``, by the address of the weights that it belongs to."""
+        """Metadata from ``fsdp_pre_all_gather``, by the address of the weight buffer that it belongs to."""
         self._takes_mesh_only = self._check_signature() == 1
         self._stride = make_contiguous_strides_for(flat.shape)
         flat.clear_padding()
         world = flat.layout.world
         inputs, metadata = self._pre_all_gather()
         self._inputs: list[Part] = []
-        """For each gathered tensor, the place of the first rank's part in the output."""
+        """Place of the first rank's part in the all-gather's output, for each gathered tensor."""
         end = 0
         for tensor in inputs:
             self._inputs.append(Part.of(end, tensor))
@@ -241,8 +241,8 @@ class ExtensionAllGather(AllGather):
                 part = Part.of(end, tensor.contiguous())
                 end = align(end + part.nbytes, PART_ALIGNMENT)
             parts.append(part)
-        # The size is divisible by the number of ranks, for secondary shards (hpZ), and is never 0: autograd's
-        # placeholder is a view of the first element (``ExtensionFlatParam``).
+        # ``made_bytes`` is divisible by the number of ranks, for secondary shards (hpZ), and never 0: autograd's
+        # placeholder is a view of the buffer's first element (``ExtensionFlatParam.views``).
         flat.made_bytes = align(max(end, PART_ALIGNMENT), PART_ALIGNMENT * world)
         flat.made = PackedForm(form, tuple(parts), made.size(), made.stride())
 
@@ -293,7 +293,7 @@ class ExtensionAllGather(AllGather):
 
     @torch.no_grad()
     def _pre_all_gather(self) -> tuple[Sequence[Tensor], Any]:
-        """Return the tensors to gather, contiguous, and the extension's metadata."""
+        """Return the extension's tensors to gather, contiguous, and its metadata."""
         flat, (_, mesh, module, policy, _) = self.flat, self.flat.extension
         extension = flat.method("fsdp_pre_all_gather")
         if self._takes_mesh_only:
@@ -304,7 +304,7 @@ class ExtensionAllGather(AllGather):
 
     @torch.no_grad()
     def _post_all_gather(self, output: Tensor, metadata: Any) -> Tensor:
-        """Return the unsharded tensor, around the gathered ``output``."""
+        """Return the unsharded tensor that the extension makes around the gathered ``output``."""
         flat, world = self.flat, self.flat.layout.world
         outputs = tuple(self._gathered(output, part, world) for part in self._inputs)
         made, _ = flat.method("fsdp_post_all_gather")(outputs, metadata, flat.extension.dtype)
@@ -398,8 +398,8 @@ class ClassFlatParam(ExtensionFlatParam):
         if given is None:
             found: Callable[..., Any] = getattr(self.sharded, name)
             return found
-        # An extension on the local tensor would not see the rows that pad the shard, and ranks would gather different
-        # shapes.
+        # Bind a method of the local tensor to the padded shard: the local tensor lacks the rows that pad it, so that
+        # ranks would gather different shapes.
         is_method = inspect.ismethod(given) and given.__self__ is local
         bound: Callable[..., Any] = given.__func__.__get__(self.sharded) if is_method else given
         return bound

@@ -34,14 +34,14 @@ if TYPE_CHECKING:
     from yafsdp_cc.engine.streams import CommStream
 
 STAGING_BYTES = 16 << 20
-"""Bytes copied at once, at most: enough for a copy to take longer than its launch."""
+"""Largest size of a staging buffer: enough for a copy to take longer than its launch."""
 
 
 class HostTransfer:
-    """Copies on the current stream, and the staging buffer on the device that they pass through, one after the other.
+    """Copies between host and device on the current stream; casts and sums use a staging buffer, one after the other.
 
     Args:
-        stream: any ``CommStream`` of the device; makes the events behind copies.
+        stream: any ``CommStream`` of the device; records the events that ``wait`` waits for.
         nbytes: bytes of the largest tensor that passes through the staging buffer.
     """
 
@@ -51,7 +51,7 @@ class HostTransfer:
         self._last: torch.Event | None = None
 
     def to_device(self, target: Tensor, source: Tensor) -> None:
-        """Copy ``source``, on the host, to ``target``, on the device, and cast it there."""
+        """Copy ``source``, on the host, to ``target``, on the device, which casts it."""
         if source.dtype == target.dtype:
             target.copy_(source, non_blocking=True)
         else:
@@ -61,8 +61,8 @@ class HostTransfer:
         self.record()
 
     def parts(self, on_host: Tensor, beside: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield ``on_host`` in parts: each with a staging buffer on the device, and the same part of ``beside``."""
-        step = max(1, self._staging.numel() // on_host.itemsize)  # a rank may hold no elements, and no staging buffer
+        """Yield parts of ``on_host``, each with a staging buffer on the device and the same part of ``beside``."""
+        step = max(1, self._staging.numel() // on_host.itemsize)  # the buffer of a rank without elements is empty
         for start in range(0, on_host.numel(), step):
             count = min(step, on_host.numel() - start)
             staging = self._staging.narrow(0, 0, count * on_host.itemsize).view(on_host.dtype)
@@ -73,7 +73,7 @@ class HostTransfer:
         self._last = self._stream.record(self._last)
 
     def wait(self) -> None:
-        """Block the host until all copies are over."""
+        """Block the host until all copies that ``record`` has recorded are over."""
         if self._last is not None:
             self._last.synchronize()
 
@@ -92,13 +92,13 @@ class HostTransfers:
     """Copies of replicated parameters, on the caller's stream."""
 
     def wait(self) -> None:
-        """Block the host until the copies are over, so that it may read and write shards in its memory."""
+        """Block the host until all copies are over, so that it may read and write shards in host memory."""
         for transfer in (self.weights, self.grads, self.replicated):
             transfer.wait()
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the staging buffers, on the device."""
+        """Bytes of the three staging buffers on the device."""
         return self.weights.nbytes + self.grads.nbytes + self.replicated.nbytes
 
 
@@ -109,7 +109,7 @@ class HostMemory:
     is_pinned: bool
     """Whether host memory is allocated page-locked."""
     transfers: HostTransfers = field(init=False)
-    """Transfers of the present engine."""
+    """``HostTransfers`` of the model's present engine."""
 
     @classmethod
     def of(cls, policy: OffloadPolicy | None, device: torch.device) -> HostMemory | None:
@@ -156,7 +156,7 @@ class HostFlatParam(FlatParam):
 
     @property
     def cast_bytes(self) -> int:
-        """Bytes of the shard if it is cast on its way to the device, else 0."""
+        """Bytes of the shard if the device casts it to the dtype of the forward, else 0."""
         return self.sharded.nbytes if self.sharded.dtype != self.compute_dtype else 0
 
     @property
@@ -175,7 +175,7 @@ class HostFlatParam(FlatParam):
         part = self.sharded.narrow(0, start, target.numel())
         if part.dtype == target.dtype:
             self.host.transfers.weights.to_device(target, part)
-        else:  # the staging buffer fits only casts to the dtype of the forward, so copy at once
+        else:  # the staging buffer is made for casts to the dtype of the forward alone
             target.copy_(part)
 
     def make_sharded_grad(self) -> ShardedGrad:

@@ -32,8 +32,8 @@ class SpmdParallel(TensorParallel):
 
     Args:
         spmd_mesh: mesh of all ranks.
-        spmd_placements: ``Replicate()`` on the data-parallel dimensions.
-        grad_placements: ``Partial()`` on the data-parallel dimensions.
+        spmd_placements: placements of the weights, ``Replicate()`` on the data-parallel dimensions.
+        grad_placements: placements of gradients, ``Partial()`` on the data-parallel dimensions.
     """
 
     spmd_mesh: DeviceMesh
@@ -115,7 +115,7 @@ def without_data_parallel(tensor: Tensor, name: str, mesh: DeviceMesh, dims: Col
     )
     parameter = with_grad_dtype(nn.Parameter(part, tensor.requires_grad), tensor)
     grads = tuple(Partial() if dim in dims else placement for dim, placement in placed.items())
-    parameter.__dict__.update(vars(tensor))  # attributes that users and frameworks have set on the parameter
+    parameter.__dict__.update(vars(tensor))  # keep attributes that users and frameworks have set
     shown = SpmdParallel(kept, placements, tensor.shape, mesh, tuple(tensor.placements), grads)
     parameter.__dict__[DIVIDED_AS] = shown
     return parameter

@@ -34,7 +34,7 @@ AnyTensor = TypeVar("AnyTensor", bound=Tensor)
 PLAIN = (nn.Parameter, Tensor, FakeTensor)
 """Classes of plain parameters and plain local tensors; ``FakeTensor`` occurs in estimates of memory."""
 PART_ALIGNMENT = 64
-"""Bytes at multiples of which inner tensors begin in a flat buffer."""
+"""Alignment of inner tensors in a flat buffer, in bytes."""
 
 
 class Part(NamedTuple):
@@ -51,7 +51,7 @@ class Part(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes from the first byte of the tensor to its last."""
+        """Number of bytes from the first byte of the inner tensor to its last."""
         if not math.prod(self.shape):
             return 0
         last = sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
@@ -77,13 +77,13 @@ class Form:
 
     kind: type[Tensor]
     names: tuple[str, ...]
-    """Names of the attributes that hold the inner tensors; none for a class that is itself a plain tensor."""
+    """Names of the attributes that hold the inner tensors; none for a class whose own memory holds the elements."""
     context: Any
-    """Metadata from ``__tensor_flatten__``, or the attributes of a class that is a plain tensor."""
+    """Metadata from ``__tensor_flatten__``, or the attributes of a tensor whose own memory holds the elements."""
 
     @classmethod
     def of(cls, tensor: Tensor) -> Form | None:
-        """Return the form of ``tensor``; None if its class does not tell its inner tensors."""
+        """Return how to construct tensors like ``tensor``; None if its class does not list its inner tensors."""
         kind = type(tensor)
         if kind in PLAIN:
             return cls(Tensor, (), {})
@@ -110,7 +110,7 @@ class Form:
             made: Tensor = self.kind.__tensor_unflatten__(inner, self.context, size, stride)  # type: ignore[attr-defined]
             return made
         made = torch.Tensor._make_subclass(self.kind, parts[0], False)
-        # copy quantisation state: a forward may change this tensor's, and no other's
+        # copy quantisation state: a forward may change that of this tensor, not that of others
         made.__dict__.update({name: _copied(value) for name, value in self.context.items()})
         return made
 
@@ -157,7 +157,7 @@ class TensorSubclass:
     keeps_class: bool
     """Whether each rank's local tensor is of the parameter's class, and no plain one."""
     packed: PackedForm | None
-    """Form of a parameter whose bytes are gathered; None: an all-gather extension decides what is gathered."""
+    """How to construct a parameter from its gathered bytes; None: an all-gather extension decides what is gathered."""
 
     @property
     def extends_all_gather(self) -> bool:
@@ -172,7 +172,7 @@ class TensorSubclass:
         return self.form.made_of([rows], rows.size(), rows.stride())
 
     def metadata(self) -> Iterator[Tensor]:
-        """Yield the tensors among the class's attributes, such as scales, which every rank has whole."""
+        """Yield the tensors in the parameter's attributes or metadata, such as scales, which every rank has whole."""
         yield from _tensors_of(self.form.context, set())
 
     @property
@@ -205,7 +205,7 @@ def _properties(parameter: nn.Parameter) -> Iterator[tuple[str, Any]]:
 
 
 SUBCLASS = "_yafsdp_cc_subclass"
-"""Name of the attribute that holds the ``TensorSubclass`` of a parameter, or of one that it replaces."""
+"""Attribute of a parameter that holds its ``TensorSubclass``, or that of the parameter which it replaces."""
 
 
 def tensors_of(tensor: Tensor) -> list[Tensor]:
@@ -221,7 +221,7 @@ def nbytes_of(tensor: Tensor) -> int:
 
 
 def as_plain(tensor: Tensor) -> Tensor:
-    """Return ``tensor`` copied to a plain tensor by its class; a plain tensor itself."""
+    """Return a plain copy of ``tensor``, which the class of ``tensor`` makes; a plain tensor itself."""
     if type(tensor) in PLAIN:
         return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor.detach())
@@ -288,14 +288,14 @@ def plain_parameter(name: str, parameter: nn.Parameter) -> nn.Parameter:
 
 
 def with_grad_dtype(fresh: AnyTensor, of: Tensor) -> AnyTensor:
-    """Return the tensor ``fresh`` with the ``grad_dtype`` of the one that it replaces, which no constructor takes."""
+    """Return ``fresh`` with the ``grad_dtype`` of the tensor that it replaces: constructors take no ``grad_dtype``."""
     if of.grad_dtype != of.dtype:
         fresh.grad_dtype = of.grad_dtype
     return fresh
 
 
 def empty_like(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
-    """Return an uninitialised parameter like this one on ``device``."""
+    """Return an uninitialised parameter like ``parameter`` on ``device``."""
     values = torch.empty_like(parameter, device=device)
     fresh = with_grad_dtype(nn.Parameter(values, parameter.requires_grad), parameter)
     if (subclass := subclass_of(parameter)) is not None:
@@ -325,7 +325,7 @@ def _name_of(kind: type) -> str:
 
 
 def _extends_all_gather(name: str, parameter: nn.Parameter) -> bool:
-    """Return whether the class has FSDP2's extension; raise a ``ValueError`` if it has only one half of it."""
+    """Return whether a parameter has FSDP2's all-gather extension; raise a ``ValueError`` if it has only half of it."""
     has = [hasattr(parameter, f"fsdp_{each}_all_gather") for each in ("pre", "post")]
     if any(has) and not all(has):
         found, missing = ("pre", "post") if has[0] else ("post", "pre")
@@ -337,7 +337,7 @@ def _extends_all_gather(name: str, parameter: nn.Parameter) -> bool:
 
 
 def _is_restored(parameter: nn.Parameter, form: Form, parts: list[Tensor]) -> bool:
-    """Return whether the class can make a tensor of itself from its form."""
+    """Return whether the class can make a tensor of its own again from the inner tensors and metadata."""
     try:
         return type(form.made_of(parts, parameter.size(), parameter.stride())) is form.kind
     except (AttributeError, TypeError):
@@ -346,7 +346,7 @@ def _is_restored(parameter: nn.Parameter, form: Form, parts: list[Tensor]) -> bo
 
 @torch.no_grad()
 def _divides_rows(parameter: nn.Parameter, form: Form) -> bool:
-    """Return whether rows of a parameter are a tensor of its class, around as many rows of each inner tensor."""
+    """Return whether a parameter's class makes tensors of some rows, around as many rows of each inner tensor."""
     firsts: list[tuple[int, ...]] = []
     with suppress(Exception):  # the class's operations may raise anything
         row = parameter.new_zeros((2, *parameter.shape[1:])).narrow(0, 0, 1)
@@ -372,7 +372,7 @@ def _check_rows(name: str, parameter: nn.Parameter, form: Form) -> None:
 
 
 def _bytes_of(name: str, parameter: nn.Parameter, form: Form, parts: list[Tensor]) -> tuple[Tensor, PackedForm]:
-    """Return the bytes of a frozen parameter, which are sharded and never cast, and its form among them."""
+    """Return the bytes of a frozen parameter, which are sharded and never cast, and how to construct it from them."""
     if any(part.is_meta for part in parts):
         raise ValueError(
             f"{_described(name, parameter)} on the meta device, which has no quantisation to tell what its bytes "

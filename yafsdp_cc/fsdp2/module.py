@@ -2,8 +2,8 @@
 
 The methods have the names and meaning of torch's ``FSDPModule``. A setting that changes the number of buffers takes
 effect in the next forward for which no gradients wait to be reduced. Methods that make no sense here raise an error
-that says why. Functions below give access to unsharded parameters outside of a forward: all of them to read or edit,
-one group after the other, or for good (``unshard_model``).
+that says why. Other functions give access to unsharded parameters outside of a forward: to all of them for reading or
+editing (``whole_parameters``), to one group after the other, or for good (``unshard_model``).
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ if TYPE_CHECKING:
 Model = TypeVar("Model", bound=nn.Module)
 
 _UNDO = "_yafsdp_cc_undo"
-"""Name of an attribute of sharded modules: functions that undo what sharding has done to them."""
+"""Attribute of a sharded module that holds functions to undo what sharding has done to the module."""
 MANAGED = "_is_fsdp_managed_module"
-"""Attribute by which Transformers and ``torch.compile`` know a module of FSDP."""
+"""Attribute by which Transformers and ``torch.compile`` recognise a module that FSDP has sharded."""
 _OURS = ("_local_tensor", "shard_spec", "_is_param", SUBCLASS, REPLICA_SYNC)
 """Entries that sharding makes in the ``__dict__`` of a sharded parameter; all others are users' and frameworks' own."""
 
 BEFORE_UNSHARD: list[Callable[[nn.Module], None]] = []
-"""Functions that ``unshard_model`` calls first, on all ranks: what is under way for a model ends before it is plain."""
+"""Functions of a model that ``unshard_model`` calls first, on all ranks, such as ``synchronize_replicas``."""
 
 
 class MisuseError(ValueError, AssertionError):
@@ -73,7 +73,7 @@ class MisuseError(ValueError, AssertionError):
 
 
 class UnshardHandle(_UnshardHandle):
-    """Handle that ``unshard(async_op=True)`` returns; ``wait`` puts the unsharded weights in place."""
+    """Handle that ``unshard(async_op=True)`` returns; ``wait`` shows the unsharded weights to the modules."""
 
     def __init__(self, state: FSDPState, spec: ParamGroupSpec, group: ParamGroup | None) -> None:
         self._state = state
@@ -88,7 +88,7 @@ class UnshardHandle(_UnshardHandle):
 
 
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
-"""Attributes of ``torch.compile`` and checkpoint wrappers for the wrapped module; torch omits them in state dicts."""
+"""Attributes by which ``torch.compile`` and checkpoint wrappers hold a module; DCP's state dicts omit both."""
 
 
 class ShardedModule(FSDPModule, nn.Module):
@@ -97,7 +97,7 @@ class ShardedModule(FSDPModule, nn.Module):
     ``ShardedModule`` derives from FSDP2's class, by which frameworks recognise sharded modules.
     """
 
-    _orig_cls_mro_index = 3  # [FSDP<Own>, ShardedModule, FSDPModule, Own, ...]
+    _orig_cls_mro_index = 3  # index of Own in [FSDP<Own>, ShardedModule, FSDPModule, Own, ...]
 
     def __init_subclass__(cls) -> None:
         """Keep ``__init_subclass__`` of the module's own class, a registry perhaps, from running for ``FSDP<Own>``."""
@@ -161,15 +161,15 @@ class ShardedModule(FSDPModule, nn.Module):
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Set whether weights are dropped after backward, or kept for the next forward in a buffer of their own.
 
-        A group that has a buffer of its own keeps it: True only lets other uses overwrite the weights. The next forward
-        gathers them again if they have changed.
+        True does nothing, even after False: a group that has a buffer of its own keeps it. The next forward gathers the
+        weights again if they have changed.
         """
         _check_bool("reshard_after_backward", reshard_after_backward)
         if not reshard_after_backward:
             self._change_setting(recurse, "keeps_after_backward", True)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Set whether the backward reads the weights. For embeddings it is False without this call."""
+        """Set whether weights are gathered for the backward; those of embeddings without hooks never are."""
         _check_bool("unshard_in_backward", unshard_in_backward)
         self._change_setting(False, "unshards_in_backward", unshard_in_backward)
 
@@ -205,7 +205,7 @@ class ShardedModule(FSDPModule, nn.Module):
     # Gradients ---------------------------------------------------------------------------------------------------
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Set whether a backward reduces the gradients: for gradient accumulation, DDP's ``no_sync``.
+        """Set whether a backward reduces the gradients, for gradient accumulation as with DDP's ``no_sync``.
 
         False keeps unsharded gradients on this rank (a warning tells how many bytes that costs) until the first
         backward after True, which reduces their sum. All ranks must set the same. By default every micro-batch is
@@ -215,8 +215,8 @@ class ShardedModule(FSDPModule, nn.Module):
             spec.settings.requires_gradient_sync = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Set whether a backward sums over the replicas of a 2-D mesh, or leaves partial sums to a later one. A
-        collective.
+        """Set whether a backward sums gradients over the replicas of a 2-D mesh, or leaves partial sums to a later
+        backward. A collective.
 
         ``requires_all_reduce`` is set for the whole root. ``.grad`` is final only after a backward over replicas.
 
@@ -232,7 +232,7 @@ class ShardedModule(FSDPModule, nn.Module):
         state.context.replicas.sums = requires_all_reduce
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Do nothing: FSDP2 puts waits off to the last of several backwards; here each waits for its own sums."""
+        """Do nothing: every backward waits for its own reduces; FSDP2 waits at the last of several backwards."""
         _check_bool("is_last_backward", is_last_backward)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
@@ -245,7 +245,7 @@ class ShardedModule(FSDPModule, nn.Module):
                 part.divisor = divisor
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Do nothing: collectives always sum gradients, which are divided at the end."""
+        """Do nothing: collectives always sum gradients, and the engine divides the sums afterwards."""
         _check_bool("enable", enable)
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
@@ -326,7 +326,7 @@ class ShardedModule(FSDPModule, nn.Module):
     def reset_iter_state(self) -> None:
         """Drop the state of a forward or backward that raised, gradients that were not reduced included.
 
-        The next forward drops the state of an interrupted one by itself.
+        The next forward drops the state of an interrupted forward or backward by itself.
 
         Raises:
             RuntimeError: this is not the root.
@@ -364,7 +364,7 @@ class ShardedModule(FSDPModule, nn.Module):
         specs = _specs(self, recurse)
         for own in specs:
             reshard(own)
-            # a forward and ``whole_parameters`` show other tensors in place of the shards that ``fn`` would convert
+            # check the shards, too, in place of which a forward and ``whole_parameters`` show other tensors
             held |= {param.parameter: param.spec.name for param in own.params}
         held |= {each: name for name, each in self.named_parameters(recurse=recurse) if isinstance(each, FlatDTensor)}
         is_late = not recurse or any(state_of(module) is not None for own in specs for module in own.modules)
@@ -383,7 +383,7 @@ class ShardedModule(FSDPModule, nn.Module):
                             ignored.grad.data = fn(ignored.grad)
                     else:
                         fresh = with_grad_dtype(nn.Parameter(moved, ignored.requires_grad), ignored)
-                        torch.utils.swap_tensors(ignored, fresh)  # the parameter remains the same object
+                        torch.utils.swap_tensors(ignored, fresh)  # ``ignored`` remains the same object
                     if makes_empty(fn):
                         mark_unwritten(ignored)
             for key, buffer in inner._buffers.items():
@@ -427,7 +427,7 @@ class ShardedModule(FSDPModule, nn.Module):
                 outdate(spec)
 
 
-# _spec and _specs are no methods: an attribute of the user's module might have the name.
+# ``_spec`` and ``_specs`` are no methods: an attribute of the user's module might have the same name.
 def _spec(module: nn.Module) -> ParamGroupSpec:
     spec: ParamGroupSpec = module.__dict__[SPEC]
     return spec
@@ -463,7 +463,7 @@ def _check_bool(name: str, value: object) -> None:
 
 
 def _check_apply(name: str, parameter: FlatDTensor, fn: Callable[[Tensor], Tensor], *, is_late: bool) -> None:
-    """Raise a ``RuntimeError`` if ``fn`` would move the parameter ``name``, or convert it too late."""
+    """Raise a ``RuntimeError`` if ``fn`` would move the sharded parameter ``name``, or convert it too late."""
     local, after = parameter._local_tensor, fn(parameter._local_tensor)
     if after is local or (local.is_meta and after.dtype == local.dtype):
         return
@@ -500,7 +500,7 @@ _sharded_classes: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 def make_sharded(module: nn.Module, spec: ParamGroupSpec) -> None:
-    """Turn ``module``, one of ``spec``, into a ``ShardedModule`` with the engine's hooks around its forward."""
+    """Turn ``module``, a module of ``spec``, into a ``ShardedModule`` with the engine's hooks around its forward."""
     own = type(module)
     if own not in _sharded_classes:
         # transformers and others remove FSDP2's prefix to find the class that a model's config names
@@ -548,7 +548,7 @@ def class_of(module: nn.Module) -> type[nn.Module]:
 
 
 def undo_later(module: nn.Module, undo: Callable[[], Any]) -> None:
-    """Let ``unshard_model`` call ``undo``."""
+    """Register ``undo`` for ``unshard_model`` to call when it makes ``module`` plain again."""
     module.__dict__.setdefault(_UNDO, []).append(undo)
 
 
@@ -574,8 +574,8 @@ def require_state(module: nn.Module) -> FSDPState:
 
 
 def sharded_parts(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield the outermost modules that this package has sharded, ``module`` or modules in it, each behind the
-    ``prefix`` of names in it."""
+    """Yield the outermost modules that this package has sharded, ``module`` or modules in it, each with the prefix
+    of its parameters' names."""
     if isinstance(module, ShardedModule):
         yield prefix, module
     else:
@@ -588,7 +588,7 @@ def torch_states(module: nn.Module) -> Iterator[tuple[Any, list[Any]]]:
     for each in module.modules():
         if isinstance(each, FSDPModule) and not isinstance(each, ShardedModule):
             state = each._get_fsdp_state()
-            groups = vars(state).get("_fsdp_param_groups")  # torch 2.11 has one group at most
+            groups = vars(state).get("_fsdp_param_groups")  # torch 2.11 has one parameter group at most
             yield state, list(filter(None, [state._fsdp_param_group] if groups is None else groups))
 
 
@@ -597,13 +597,13 @@ def drop_unreduced(module: nn.Module) -> None:
     for _, part in sharded_parts(module):
         require_state(part).reset()
     for state, groups in torch_states(module):
-        if state._is_root and hasattr(state, "_reset_iter_state"):  # torch 2.11 has no such method
+        if state._is_root and hasattr(state, "_reset_iter_state"):  # torch 2.11 has no ``_reset_iter_state``
             state._reset_iter_state()
         for group in groups:
             group._partial_reduce_output = None
             for param in group.fsdp_params:
                 param.unsharded_accumulated_grad = None
-                if hasattr(param, "_unsharded_param"):  # a first forward makes it
+                if hasattr(param, "_unsharded_param"):  # made by the first forward
                     param._unsharded_param.grad = None
 
 
@@ -702,7 +702,7 @@ def whole_parameters(model: nn.Module, *, write: bool = False) -> Iterator[None]
             held = {module._parameters.get(attribute) for module, attribute in param.sites}
             if held == {shown[param]}:
                 continue
-            assigned, versions[param] = held.pop(), -1  # -1 is no version, so that the parameter counts as written to
+            assigned, versions[param] = held.pop(), -1  # no tensor has version -1: it counts as written to
             is_alike = type(assigned) is type(whole) and assigned.shape == whole.shape and not assigned.is_meta
             if assigned is None or held or not is_alike:
                 lost.append(param.spec.name)
@@ -728,7 +728,7 @@ def whole_parameters(model: nn.Module, *, write: bool = False) -> Iterator[None]
 
 
 def _name_here(module: nn.Module, name: str) -> str:
-    """Return the ``name`` of a state dict's entry with ``torch.compile``'s prefixes; checkpoint wrappers add theirs."""
+    """Return the ``name`` of a state dict's entry with ``torch.compile``'s prefixes; hooks add checkpoint wrappers'."""
     found: list[str] = []
     inner: nn.Module | None = module
     for part in name.split("."):
@@ -750,7 +750,7 @@ def whole_params_by_group(state: FSDPState, *, everywhere: bool) -> Iterator[tup
     nothing. A collective: iterate to the end, on all ranks.
 
     Args:
-        everywhere: whether every rank gets the values; else only the first of the mesh does, and others get None.
+        everywhere: whether every rank gets the values; else only the first rank of the mesh, and others get None.
     """
     info = state.context.info
     is_first_replica = info.replicate_group is None or info.replicate_group.rank() == 0
@@ -767,7 +767,7 @@ def whole_params_by_group(state: FSDPState, *, everywhere: bool) -> Iterator[tup
         for param in flat.params:
             extent = param.extent
             yield param, None if buffer is None else buffer[extent.offset : extent.end].view(extent.shape)
-        del buffer  # free the buffer before the next one is made
+        del buffer  # free it before the buffer of the next group is made
     for param in state.replicated.params:
         is_first = all(group.rank() == 0 for group in all_groups(param.spec.mesh))
         yield param, param.local.detach() if everywhere or is_first else None
@@ -776,7 +776,7 @@ def whole_params_by_group(state: FSDPState, *, everywhere: bool) -> Iterator[tup
 def _unsharded_parameter(
     param: FSDPParam, whole: Tensor | None, device: torch.device | str | None = None
 ) -> nn.Parameter:
-    """Return ``param`` as it was before it was sharded, with a copy of ``whole`` (None: on the meta device)."""
+    """Return ``param`` as it was before sharding, with a copy of the values ``whole`` (None: on the meta device)."""
     sharded, parallel = param.parameter, param.spec.tensor_parallel
     if whole is None:
         values = param.local.new_zeros(param.spec.shape, device="meta")
@@ -818,7 +818,7 @@ def _gathered(shard: Tensor, chunks: Sequence[int], group: dist.ProcessGroup, ev
             if theirs.numel():
                 dist.broadcast(theirs, group=group, group_src=root)
         return buffer
-    # One message from each rank is received into its place: a gather would need a second buffer.
+    # Receive one message from each rank into its place in ``buffer``: a gather would need a second buffer.
     _wait_for(
         [dist.P2POp(dist.irecv, theirs, group=group, group_peer=peer) for peer, theirs in enumerate(parts) if peer]
     )
@@ -845,7 +845,7 @@ def check_shows_shards(model: nn.Module, what: str) -> None:
 
 
 def check_at_rest(state: FSDPState, what: str) -> None:
-    """Reshard the model; raise a ``RuntimeError``, that ``what`` is refused, inside a forward or backward."""
+    """Reshard the model; raise a ``RuntimeError``, which refuses ``what``, inside a forward or backward."""
     if state.iteration is not None or torch._C._current_graph_task_id() != -1:
         raise RuntimeError(f"{what} inside a forward or backward: weights are whole there already")
     for spec in state.specs:
@@ -867,8 +867,7 @@ def unshard_model(model: Model, *, rank0_only: bool = False, device: torch.devic
         device: device of parameters and buffers; None: unchanged. ``"cpu"`` is for models that are larger than one GPU.
 
     Returns:
-        The same object.
-
+        ``model`` itself.
     Raises:
         ValueError: ``model`` is only a part of what was passed to ``shard``.
         RuntimeError: called inside a forward or a backward, or inside ``whole_parameters``.
@@ -893,5 +892,5 @@ def unshard_model(model: Model, *, rank0_only: bool = False, device: torch.devic
         move_buffers(model, device)
     state.retire()
     del state
-    gc.collect()  # groups and their buffers are reference cycles
+    gc.collect()  # frees parameter groups and their buffers, which are reference cycles
     return model

@@ -1,4 +1,4 @@
-"""Methods of a sharded tensor that ``torch.distributed.checkpoint`` calls, here or in a process that saves for it."""
+"""Methods of a sharded tensor that ``torch.distributed.checkpoint`` calls, in a rank or a process that saves for it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class SavedInChunks:
     tensor.
 
     A pickled shard is useless without the other ranks. Only multiprocessing's own pickler may send a shard to the
-    process that saves for this rank: its elements in shared memory, and which chunks they are.
+    process that saves for this rank, as its elements in shared memory and the list of its chunks.
     """
 
     _local_tensor: torch.Tensor

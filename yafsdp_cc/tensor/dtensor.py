@@ -5,8 +5,8 @@
 
 A parameter, its gradient and its optimizer state share one ``ShardSpec``, so an element-wise operation is the same
 operation on the local tensors: torch's optimizers, ``clip_grad_norm_``, ``GradScaler`` and checkpoints work unchanged.
-An operand with other bounds, as of another model, is moved to the first one's by a collective. DTensor's own sharding
-propagation is not used: it knows only slices along a dimension, and would accept such an operand as it is. A small
+An operand with other bounds, as of another model, is moved to the bounds of the first by a collective. DTensor's own
+sharding propagation is not used: it knows only slices along a dimension, and would take that operand as it is. A small
 parameter is not sharded (``bounds`` is None): every rank holds the whole tensor, in its own shape.
 
 A loss may read sharded parameters outside of the modules' forwards (penalties, ``full_tensor()``). The gradients that
@@ -75,8 +75,8 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 increment_version = torch._C._increment_version
-"""Function that raises versions of tensors that were written without torch's notice. A shard of which this rank holds
-no element counts as changed, too: all ranks must gather it anew."""
+"""Function that raises the version counters of tensors written without torch's notice. Call it also for a shard of
+which this rank holds no element: all ranks must gather the shard anew."""
 
 
 _SAVE = (
@@ -87,13 +87,13 @@ _SAVE = (
 
 
 class FlatShard(Shard):
-    """Equal to ``Shard(0)`` for code that compares placements; to compute a slice from it is an error.
+    """Placement of a flat range: equal to ``Shard(0)`` where code compares placements, but refuses to compute a slice.
 
-    A flat range is no slice along a dimension. torch's state dict functions copy such slices into ``to_local()``: a
-    slice of the right size with other elements would go unnoticed.
+    A flat range is no slice along a dimension. torch's state dict functions copy slices of whole tensors into
+    ``to_local()``, and would not notice a slice of the right size with other elements.
     """
 
-    spec: ShardSpec | str = "a parameter"  # specs are unknown after a copy or in a pickle
+    spec: ShardSpec | str = "a parameter"  # unknown after a copy or in a pickle
 
     def _local_shard_size_and_offset(self, *_: Any, **__: Any) -> NoReturn:
         raise NotImplementedError(
@@ -137,8 +137,8 @@ class FlatDTensor(SavedInChunks, DTensor, metaclass=_EqualsDTensor):
     operation raises ``NotImplementedError`` with the parameter's full name.
     """
 
-    # An attribute in ``__dict__``: if this class had ``__slots__``, asynchronous checkpoints would not find DTensor's
-    # slots and would write uninitialised memory.
+    # ``shard_spec`` is in ``__dict__``: if this class had ``__slots__``, asynchronous checkpoints would not find
+    # DTensor's slots and would write uninitialised memory.
     shard_spec: ShardSpec
 
     @classmethod
@@ -190,7 +190,7 @@ class FlatDTensor(SavedInChunks, DTensor, metaclass=_EqualsDTensor):
     def redistribute(
         self, device_mesh: DeviceMesh | None = None, placements: Sequence[Placement] | None = None, **options: Any
     ) -> DTensor:
-        """Return a plain DTensor of these placements, as torch's ``redistribute`` does. A collective.
+        """Return a plain DTensor with ``placements``, as torch's ``redistribute`` does. A collective.
 
         ``[Shard(0)]`` under ``torch.no_grad()`` needs no whole tensor on any rank; other placements, and gradients, do.
         Copy the result back with ``copy_``.
@@ -272,7 +272,7 @@ class FlatDTensor(SavedInChunks, DTensor, metaclass=_EqualsDTensor):
 
 
 engines: weakref.WeakSet[FSDPState] = weakref.WeakSet()
-"""All engines of the process, whose reduces add to gradients on streams of their own."""
+"""All engines of the process; their reduces add to gradients on streams of their own."""
 
 
 def _follow_reduces() -> None:
@@ -285,7 +285,7 @@ def _follow_reduces() -> None:
         return
     for engine in engines:
         context = engine.context
-        # on a CPU the thread that waits adds to the gradients: nothing happens behind the caller's back
+        # on a CPU a reduce adds to gradients in the thread that waits for it, so none adds meanwhile
         if context.last_reduce is not None and context.reduce_stream.is_ordered:
             context.last_reduce.wait()
             if context.replicas is not None:
@@ -311,7 +311,7 @@ def flat_dtensor(local: torch.Tensor, spec: ShardSpec, requires_grad: bool = Fal
         local: this rank's elements, any dtype: contiguous and 1-D with as many elements as the rank holds (possibly
             none), or of the whole shape when replicated. It is not copied: later changes of either, or of the buffer
             that it is a view of, show in both.
-        spec: a parameter shares it with its gradient and optimizer state.
+        spec: the ``ShardSpec`` that a parameter shares with its gradient and optimizer state.
 
     Raises:
         ValueError: ``local`` has another shape than ``spec`` gives this rank, or takes part in autograd.
@@ -327,8 +327,8 @@ def flat_dtensor(local: torch.Tensor, spec: ShardSpec, requires_grad: bool = Fal
 
 
 class _Read(torch.autograd.Function):
-    """Returns the local or the ``whole`` tensor; its backward combines the gradients of ranks that have read the same
-    elements, and returns this rank's part."""
+    """Returns the local tensor or, if ``whole``, the whole one; its backward combines the gradients of ranks that have
+    read the same elements, and returns this rank's part."""
 
     @staticmethod
     def forward(ctx: Any, flat: FlatDTensor, reduction: GradReduction, whole: bool) -> torch.Tensor:
@@ -348,7 +348,7 @@ _read: Callable[[FlatDTensor, GradReduction, bool], torch.Tensor] = _Read.apply
 
 
 def take_grads_of_autograd(parameter: torch.Tensor) -> None:
-    """Shard gradients that autograd brings to ``parameter``, to be added to ``.grad`` after the engine's reduces."""
+    """Add a hook to ``parameter`` that waits for reduces, and shards the gradients that autograd brings to it."""
     if not parameter.is_floating_point():
         return
     requires_grad = parameter.requires_grad
@@ -358,7 +358,7 @@ def take_grads_of_autograd(parameter: torch.Tensor) -> None:
 
 
 def _take_grad(spec: ShardSpec, grad: torch.Tensor | None) -> torch.Tensor | None:
-    if grad is None:  # zeros, as of the 0-norm
+    if grad is None:  # autograd has None for zeros, as of a 0-norm
         return None
     owner = owner_of(spec)
     if owner is not None and (engine := engine_of(owner)) is not None:
@@ -374,15 +374,15 @@ def _take_grad(spec: ShardSpec, grad: torch.Tensor | None) -> torch.Tensor | Non
     return wrap(plain_grad(spec, grad).expand(spec.local_shape).clone(memory_format=torch.contiguous_format), spec)
 
 
-# Operations: handler(func, args, kwargs). They run below autograd, where torch does not raise version counters, so a
-# handler that changes a local tensor increments its version.
+# Operations: their handlers(func, args, kwargs) run below autograd, where torch does not raise version counters, so a
+# handler that changes a local tensor increments the tensor's version.
 
 
 def refused(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Raise what refuses ``func``, unless the call is the derivative of a product with a model's number."""
+    """Raise the error that refuses ``func``, unless the call is the derivative of a product with a 0-d parameter."""
     specs = specs_in((args, kwargs))
     if _is_derivative(func) and all(x.bounds is None and not x.shape for x in specs):
-        # a model's number, such as a temperature, was multiplied by a plain loss: this is the derivative of the product
+        # a 0-d parameter, such as a temperature, was multiplied by a plain loss: ``func`` is the product's derivative
         args, kwargs = tree_map_only(FlatDTensor, lambda number: number._local_tensor, (args, kwargs))
         return func(*args, **kwargs)
     spec = specs[0]
@@ -392,14 +392,14 @@ def refused(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def specs_in(arguments: Any) -> list[ShardSpec]:
-    """Return the specs of all FlatDTensors among arguments, in lists, too."""
+    """Return the ``ShardSpec`` of each ``FlatDTensor`` among ``arguments`` and in lists among them."""
     return [each.shard_spec for each in tree_leaves(arguments) if isinstance(each, FlatDTensor)]
 
 
 def _local_alike(spec: ShardSpec, flat: FlatDTensor) -> torch.Tensor | None:
-    """Return the local tensor, by ``spec``, of a tensor that may be sharded by other bounds; None if it does not fit.
+    """Return this rank's elements of ``flat`` by the bounds of ``spec``; None if its spec differs in more than bounds.
 
-    The call is a collective where bounds differ, as those of one parameter do in two models with different units, or
+    The call is a collective where bounds differ, as those of one parameter do in two models with different units or
     different frozen parameters.
     """
     theirs, local = flat.shard_spec, flat._local_tensor
@@ -427,7 +427,7 @@ def _kind_of(value: torch.Tensor) -> str:
 
 def operand(func: Any, spec: ShardSpec | None, value: Any, first: Any = None, *, is_written: bool = False) -> Any:
     """Return the operand that replaces ``value`` in an operation on local tensors of ``spec`` (None: on plain tensors):
-    a local tensor of the same elements, or one number. For ``_TAKE_WHOLE`` it is this rank's part of a whole tensor.
+    a local tensor of the same elements, or one number. Operations in ``_TAKE_WHOLE`` take a part of whole tensors.
 
     Args:
         first: the first operand, which the operation writes to if ``spec`` is None.
@@ -450,7 +450,7 @@ def operand(func: Any, spec: ShardSpec | None, value: Any, first: Any = None, *,
     if spec is None:
         return value
     if _is_derivative(func) and value.is_floating_point() and value.shape in ((), spec.global_shape):
-        # a gradient of the full shape, from an operation on whole tensors, gives this rank's range of the ranks' mean
+        # a gradient of the full shape, from an operation on whole tensors: take this rank's range of the ranks' mean
         return plain_grad(spec, value)
     if func in _TAKE_WHOLE:
         if isinstance(value, DTensor):
@@ -477,29 +477,29 @@ def operand(func: Any, spec: ShardSpec | None, value: Any, first: Any = None, *,
 
 
 _TAKE_WHOLE = {aten.copy_.default, aten._foreach_copy_.default, aten.add_.Tensor}
-"""Operations that accept whole tensors: ``load_state_dict``, and steps of LBFGS, whose vectors are whole."""
+"""Operations that accept whole tensors, for ``load_state_dict`` and for LBFGS, whose step vectors are whole."""
 
 
 @functools.cache
 def written_arguments(func: Any) -> dict[int, str]:
-    """Return the arguments that an operation changes: their names by position."""
+    """Return the names, by position, of the arguments that an operation writes to."""
     arguments = enumerate(func._schema.arguments)
     return {i: each.name for i, each in arguments if each.alias_info is not None and each.alias_info.is_write}
 
 
 def _is_derivative(func: Any) -> bool:
-    """Return whether a backward runs ``func`` for a gradient; optimizer steps in its hooks write in place."""
+    """Return whether ``func`` computes a gradient in a backward, and is no in-place write of a step in a hook."""
     return torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled() and not written_arguments(func)
 
 
 def _spec_of_result(operands: Iterable[Any]) -> ShardSpec | None:
-    """Return the spec of an operation's result: of the largest operand, as one number may come first."""
+    """Return the ``ShardSpec`` of an operation's result, that of the largest operand: the first may be a number."""
     specs = [x.shard_spec for x in operands if type(x) is FlatDTensor]
     return specs[0] if len(specs) == 1 else max(specs, key=lambda spec: (spec.numel, len(spec.shape)), default=None)
 
 
 def _on_locals(func: Any, spec: ShardSpec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run the operation on local tensors, all of them sharded by ``spec``, and numbers."""
+    """Run ``func`` on the local tensors of its operands, moved to the bounds of ``spec``, and on numbers."""
     written = written_arguments(func)
     locals_ = [
         x._local_tensor
@@ -529,7 +529,7 @@ def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     assert spec is not None
     is_number = not spec.shape and spec.bounds is None and not any(map(_is_grad, args))
     if is_number and _is_derivative(func) and any(type(x) is torch.Tensor for x in args):
-        return refused(func, args, kwargs)  # the plain operand is this rank's: the result is no mean over ranks yet
+        return refused(func, args, kwargs)  # a plain operand differs by rank: its mean is still to be taken
     result = _on_locals(func, spec, args, kwargs)
     return wrap(result, spec) if isinstance(result, torch.Tensor) else tuple(wrap(x, spec) for x in result)
 
@@ -580,8 +580,8 @@ def _places_by_class(columns: Sequence[Sequence[Any]]) -> list[list[int]]:
 
 
 def _foreach_at(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], places: Sequence[int], count: int) -> Any:
-    """Run ``_foreach`` at some positions of lists of ``count``: a tensor subclass with several inner tensors runs an
-    operation on a list once for each of them, on the whole list."""
+    """Run ``_foreach`` at ``places`` of lists of ``count`` tensors: a tensor subclass with several inner tensors runs
+    an operation on a list once for each inner tensor, on the whole list."""
 
     def at_places(value: Any, name: str) -> Any:
         if name == "scalars" and isinstance(value, torch.Tensor):
@@ -622,7 +622,7 @@ def arguments_of_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _reduce(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Handle norms, extremes, ``any`` and ``all`` of a tensor, or of each in a list; communicated at first use."""
+    """Handle norms, extremes, ``any`` and ``all`` of a tensor or of each in a list, by lazy reductions."""
     tensors = args[0] if _is_tensor_list(args[0]) else args[:1]
     given = arguments_of_whole(func, args, kwargs)
     if func in _EXTREMES:
@@ -656,7 +656,7 @@ _EXTREMES: dict[Any, tuple[Any, Reduction, torch.dtype | None]] = {
     aten.any.default: (aten.any.default, Reduction(math.inf), torch.bool),
     aten.all.default: (aten.all.default, Reduction(-math.inf), torch.bool),
 }
-"""For each operation the form for one tensor, the reduction over ranks, and the dtype of the result."""
+"""Operation on one tensor, reduction over ranks and dtype of the result (None: the tensor's), by extreme operation."""
 
 
 HANDLERS: dict[str, Callable[..., Any]] = dict.fromkeys(reductions.NORMS, _reduce)
@@ -668,7 +668,7 @@ _ELEMENTWISE = {
 }
 """Operations that are element-wise though torch does not tag every overload as such."""
 _OVERLOADS_DIFFER = {"max", "min", "where"}
-"""Operations with overloads that are not element-wise, though torch tags other overloads of them as such."""
+"""Operations with overloads that are not element-wise, though torch tags others of their overloads as such."""
 
 
 def _is_grad(operand: object) -> bool:
@@ -711,7 +711,7 @@ def follow_optimizers() -> None:
     """
     seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
     begun: weakref.WeakKeyDictionary[Optimizer, dict[FlatParam, int]] = weakref.WeakKeyDictionary()
-    """Versions of all shards before the steps under way, by optimizer."""
+    """Versions of all shards before the ``step()`` calls under way, by optimizer."""
 
     def before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         kind: Any = type(optimizer)
@@ -780,7 +780,7 @@ def _with_mean_loss(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[st
 
 
 def _uncompiled(hook: Callable[[Optimizer, Any, Any], Any]) -> Callable[[Optimizer, Any, Any], Any]:
-    """Return a hook on steps that stays out of compiled steps, and refuses those of sharded parameters."""
+    """Return ``hook`` kept out of compiled optimizer steps; it refuses compiled steps of sharded parameters."""
     disabled: Callable[[Optimizer, Any, Any], Any] = torch.compiler.disable(hook)
 
     def call(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
@@ -822,7 +822,7 @@ def _written_by(optimizer: Optimizer) -> dict[FlatParam, FSDPState]:
 
 
 _NUMBERS = ("step", "mu_product", "eta", "mu")
-"""Names of the state of torch's optimizers that is one number, whatever the shape of the parameter."""
+"""Names of those states of torch's optimizers that are one number, whatever the shape of the parameter."""
 
 
 def _sharded_otherwise(optimizer: Optimizer, parameter: torch.Tensor) -> list[str]:

@@ -37,7 +37,7 @@ def reduction_of(spec: ShardSpec, placements: Sequence[Any] | None) -> GradReduc
 def reduced(
     spec: ShardSpec, grad: torch.Tensor, groups: Sequence[dist.ProcessGroup], reduction: GradReduction
 ) -> torch.Tensor:
-    """Return the mean or sum of gradients over ``groups``, contiguous."""
+    """Return the contiguous mean or sum of ``grad`` over the ranks of ``groups``; with "same" the rank's own."""
     world = math.prod(group.size() for group in groups)
     if world == 1 or reduction == "same":
         return grad.contiguous()
@@ -48,7 +48,7 @@ def reduced(
 
 
 def own_part(spec: ShardSpec, whole: torch.Tensor, reduction: GradReduction) -> torch.Tensor:
-    """Return this rank's elements of the mean or sum over data-parallel ranks of gradients of ``global_shape``."""
+    """Return this rank's elements of the mean or sum of a whole gradient over the data-parallel ranks."""
     whole = as_plain(whole)
     part = whole if spec.tensor_parallel is None else spec.tensor_parallel.local_of(whole)
     own = spec.local_of(reduced(spec, part, all_groups(spec.mesh), reduction))
@@ -56,8 +56,8 @@ def own_part(spec: ShardSpec, whole: torch.Tensor, reduction: GradReduction) -> 
 
 
 def plain_grad(spec: ShardSpec, grad: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a plain gradient of ``global_shape``: its elements of the mean over ranks, or the mean
-    of one number if all elements are that number, as behind a sum."""
+    """Return this rank's elements of the mean over ranks of ``grad``, a plain gradient of ``global_shape``; if all
+    elements are one number, as in the gradient of a sum, the mean of that number."""
     if not any(grad.stride()):
         return _means.of(spec, grad.as_strided((), ()))
     return own_part(spec, grad, "mean")
@@ -74,7 +74,7 @@ class _Means:
         self._known: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def of(self, spec: ShardSpec, number: torch.Tensor) -> torch.Tensor:
-        """Return the mean of a 0-d tensor over ranks. A collective of the mesh, unless the mean is in the cache."""
+        """Return the mean of the 0-d tensor ``number`` over ranks. A collective, unless the mean is in the cache."""
         task = torch._C._current_graph_task_id()
         if task != self._task:
             self._task, self._known = task, {}

@@ -55,7 +55,7 @@ def apply_to_shards(spec: ParamGroupSpec, fn: Callable[[Tensor], Tensor]) -> Non
 
 
 def _convert(part: FlatParam, converted: Tensor, policy: MixedPrecisionPolicy) -> None:
-    """Make ``converted`` the shard, and change the dtypes that ``policy`` leaves open to its dtype."""
+    """Make ``converted`` the shard; dtypes of forward and reduces that ``policy`` leaves open become its dtype."""
     part.compute_dtype = policy.param_dtype or converted.dtype
     part.reduce_dtype = policy.reduce_dtype or part.compute_dtype
     part.sharded_grad = None
@@ -64,13 +64,13 @@ def _convert(part: FlatParam, converted: Tensor, policy: MixedPrecisionPolicy) -
     part.use_sharded(converted)
     for param in part.params:
         local = param.local_range(converted)
-        # a parameter that was sharded on the meta device and has no values yet stays there
+        # a parameter that was sharded on the meta device and has no values yet stays on it
         param.local = local.to("meta") if param.local.is_meta else local
         _show(param.parameter, param)
 
 
 def _materialize(part: FlatParam, params: Sequence[FSDPParam], fn: Callable[[Tensor], Tensor]) -> None:
-    """Allocate ``params``, which are on the meta device; others of their flat buffer may stay there for now."""
+    """Allocate ``params``, which are on the meta device; other parameters of ``part`` may stay on it for now."""
     if part.sharded.is_meta:
         shard = fn(part.sharded)
         if isinstance(part, HostFlatParam):
@@ -99,7 +99,7 @@ def _show(tensor: Tensor, param: FSDPParam) -> None:
     fresh = with_grad_dtype(flat_dtensor(param.local, param.spec, tensor.requires_grad), tensor)
     fresh.__dict__.update(vars(tensor) | {"_local_tensor": param.local, "shard_spec": param.spec})
     torch.utils.swap_tensors(tensor, fresh)
-    tensor._backward_hooks = tensor._backward_hooks  # registers hooks again, which ``swap_tensors`` leaves to ``fresh``
+    tensor._backward_hooks = tensor._backward_hooks  # registers again hooks that ``swap_tensors`` gave to ``fresh``
 
 
 @torch.no_grad()
@@ -122,11 +122,10 @@ def take_back(specs: Sequence[ParamGroupSpec]) -> None:
 
 @torch.no_grad()
 def take_over(param: FSDPParam, value: Tensor) -> None:
-    """Copy the elements of ``value``, a full tensor or a DTensor, to ``param``, allocating it on its mesh's device if
-    need be.
+    """Copy the elements of ``value``, a full tensor or a DTensor, to ``param``, which leaves the meta device for it.
 
-    ``take_over`` is a collective where ``value`` is a DTensor: ranks exchange rows, or gather one of other placements.
-    The DTensor shows the sharded parameter afterwards, and its own memory is freed.
+    ``take_over`` is a collective where ``value`` is a DTensor: ranks exchange rows, or gather other placements. The
+    DTensor shows the elements of ``param`` afterwards, and its own memory is freed.
     """
     if value is param.parameter or (value.is_meta and param.local.is_meta):
         return
@@ -143,12 +142,12 @@ def take_over(param: FSDPParam, value: Tensor) -> None:
         _leave_meta(next(part for part in spec.parts if param in part.params), param)
     param.parameter.copy_(value)
     if type(value) is DTensor:
-        with suppress(RuntimeError):  # somebody else refers to ``value``: leave it unchanged
+        with suppress(RuntimeError):  # other references to ``value`` forbid a swap: leave it unchanged
             _show(value, param)
 
 
 def follow_assignments(spec: ParamGroupSpec) -> Iterator[Any]:
-    """Copy assigned values into the parameters of ``spec``; yield the handles of the hooks on modules that do so."""
+    """Let hooks on modules copy assigned values into the parameters of ``spec``; yield the handles of the hooks."""
     held: dict[nn.Module, list[tuple[str, FSDPParam]]] = {}
     for param in spec.params:
         for module, attribute in param.sites:
@@ -165,7 +164,7 @@ def _take_over_assigned(
     metadata: dict[str, Any],
     *_: Any,
 ) -> None:
-    """Copy values into the parameters before ``module`` loads, and have it assign the parameters themselves."""
+    """With ``assign=True``, copy values into ``params`` and put these into ``state_dict``, for ``module`` to assign."""
     for attribute, param in params:
         value, subclass = state_dict.get(prefix + attribute), subclass_of(param.parameter)
         if subclass is None or not isinstance(value, Tensor) or type(value) in PLAIN or isinstance(value, DTensor):
@@ -243,7 +242,7 @@ def patch_torch() -> None:
             full = {key: x.contiguous() if isinstance(x, Tensor) else x for key, x in full.items()}
         broadcast(full, local, *args, **kwargs)
         for key, scalar in scalars.items():
-            if isinstance(local.get(key), torch.Tensor):  # a plain tensor replaces the parameter's entry
+            if isinstance(local.get(key), torch.Tensor):  # torch has put a plain tensor in place of ``scalar``
                 local[key] = _filled(scalar, local[key])
 
     @functools.wraps(distribute)

@@ -1,7 +1,7 @@
 """Parameters that the modules of a sharded model hold: how ``parameters()`` shows them, and whether they were replaced.
 
-``parameters()`` gives the sharded parameters, or within a forward the tensors that the module computes with. Where
-modules show unsharded weights outside of a forward (``tensor.unsharded``), it gives those.
+``parameters()`` gives the sharded parameters, or within a forward the tensors that the module computes with. It gives
+unsharded weights where modules show them outside of a forward (``tensor.unsharded``).
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class ModuleParameters(dict[str, "torch.nn.Parameter | None"]):
             )
         super().__delitem__(name)
 
-    # dict's own methods would pass ``__setitem__`` and ``__delitem__`` by
+    # dict's own ``update``, ``setdefault`` and ``pop`` would bypass ``__setitem__`` and ``__delitem__``
     update, setdefault = MutableMapping.update, MutableMapping.setdefault
 
     def pop(self, name: str, *default: Any) -> Any:
@@ -115,7 +115,7 @@ def remove_module_parameters(module: torch.nn.Module) -> None:
 
 
 def named_sharded_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Yield ``model.named_parameters()``, with the sharded parameter wherever one was sharded."""
+    """Yield all names and parameters of ``model``, sharded ones even where ``parameters()`` shows other tensors."""
     for prefix, module in model.named_modules():
         for name, parameter in dict.items(module._parameters):
             if parameter is not None:
@@ -126,8 +126,8 @@ def named_sharded_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torc
 
 
 class ModelContents:
-    """The parameters and submodules that a model's modules hold: without a check, the engine would compute with the
-    shard of a parameter that the program has replaced.
+    """Checks the parameters and submodules that a model's modules hold: without a check, the engine would compute with
+    the shard of a parameter that the program has replaced.
 
     Args:
         state: the engine of the model.
@@ -172,7 +172,7 @@ def _lies_in_shard(param: FSDPParam) -> bool:
 
 
 def check_unchanged(param: FSDPParam) -> None:
-    """Raise a ``RuntimeError`` if modules hold another parameter in place of this one, or it has left the shard."""
+    """Raise a ``RuntimeError`` if modules hold something else in place of ``param``, or it has left its shard."""
     if not param.is_held or not _lies_in_shard(param):
         raise RuntimeError(
             f"'{param.spec.name}' was replaced or converted after shard(), or this call is inside whole_parameters: "

@@ -38,7 +38,7 @@ from yafsdp_cc.tensor.refusals import refusal
 def _draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Handle ``normal_``, ``randn_like`` and the like: every rank draws the whole tensor and keeps its part, so that
     ranks with one seed have the values of the plain tensor."""
-    if specs_in(args[1:]):  # the numbers of a distribution are of this rank's elements
+    if specs_in(args[1:]):  # sharded probabilities, say, are of this rank's elements alone
         return refused(func, args, kwargs)
     flat: FlatDTensor = args[0]
     spec, local = flat.shard_spec, flat._local_tensor
@@ -100,7 +100,7 @@ def _concatenate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> to
 
 
 def _sum(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LazyReduction:
-    """Handle the sum or mean of all elements; communicated at first use."""
+    """Handle the sum or mean of all elements, by a lazy reduction."""
     flat: FlatDTensor = args[0]
     given = arguments_of_whole(func, args, kwargs)
     count = flat.numel() if func._schema.name == "aten::mean" else 1
@@ -134,16 +134,16 @@ def _item(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Handle GradScaler's check: an infinity on one rank is found on all ranks, so that all skip the step."""
+    """Handle GradScaler's check for infinities: one on any rank is found on all ranks, so that all skip the step."""
     tensors, found_inf, inverse_scale = args
     locals_ = [x._local_tensor if type(x) is FlatDTensor else x for x in tensors]
     specs = specs_in(tensors)
     for kind in {spec.mesh.device_type for spec in specs} - {found_inf.device.type}:
-        # gradients are in host memory: wait for the copies of GradScaler's two numbers there
+        # gradients are in host memory: wait for the copies of ``found_inf`` and ``inverse_scale`` to it
         torch.get_device_module(kind).synchronize()
     func(locals_, found_inf, inverse_scale)
     increment_version(locals_)
-    # Replicas that take steps by themselves have gradients of their own: reduce over replicas, too.
+    # Replicas that take steps by themselves have different gradients: reduce ``found_inf`` over replicas, too.
     across = dict.fromkeys(group for spec in specs for group in (*spec.groups, *all_groups(spec.mesh)))
     all_reduce_over(across, found_inf, dist.ReduceOp.MAX, specs[0].mesh)
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def _call_dispatch_of_subclasses() -> None:
-    """Make torch before 2.12 call ``__torch_dispatch__`` of FlatDTensor and LazyReduction, which it never does.
+    """Make torch call ``__torch_dispatch__`` of FlatDTensor and LazyReduction, as torch before 2.12 never does.
 
     Torch takes these subclasses for DTensor itself, whose operations are in C++ (pytorch/pytorch#177716), but first
     looks for a rule that the operator registered for the tensor's class: ``find`` returns one for each of them.

@@ -1,4 +1,4 @@
-"""Reductions of sharded tensors: each rank computes a partial, and the all-reduce waits until the value is used.
+"""Lazy reductions of sharded tensors: each rank computes a partial; the all-reduce waits until the value is used.
 
     local tensors ── |x|^p summed ──> partials ── stack, norm of norms ──> partial ── first use: one all-reduce ──> norm
 
@@ -49,11 +49,11 @@ class Reduction(NamedTuple):
 
     @property
     def of_empty(self) -> float:
-        """Return the partial of a rank that has no elements."""
+        """Partial of a rank that has no elements."""
         return 0.0 if self.is_sum or (self.order > 0 and not self.signed) else -math.inf
 
     def to_partial(self, results: torch.Tensor) -> torch.Tensor:
-        """Convert results to float64 partials, which ranks add (p-th powers) or take the maximum of."""
+        """Convert the ``results`` of one rank to float64 partials, of which ranks take the sum or the maximum."""
         results = results.double()
         if not self.is_sum:
             return results if self.order > 0 else -results
@@ -66,7 +66,7 @@ class Reduction(NamedTuple):
         if self.order in (0, 1):
             return partials
         roots = partials.abs().sqrt() if self.order == 2 else partials.abs().pow(1 / self.order)
-        return roots.copysign(partials)  # numbers that are stacked with norms may be negative
+        return roots.copysign(partials)  # a plain number in a stack of norms may be negative
 
 
 SUM, MAX, MIN = Reduction(1, signed=True), Reduction(math.inf, signed=True), Reduction(-math.inf, signed=True)
@@ -81,7 +81,7 @@ class Across(NamedTuple):
 
 @dataclass(eq=False)
 class Partials:
-    """This rank's partials of some numbers, float64, and once they are reduced the numbers themselves, float64."""
+    """This rank's partials of some reductions, float64, and after the all-reduce the reductions themselves, float64."""
 
     local: torch.Tensor
     kind: Reduction
@@ -119,22 +119,22 @@ class ReadAgreement(Agreement):
 
 
 fingerprints: weakref.WeakKeyDictionary[dist.ProcessGroup, Any] = weakref.WeakKeyDictionary()
-"""The ``CollectiveFingerprint`` that engines without replicas share on a shard group, or its ``ReadAgreement``."""
+"""``CollectiveFingerprint`` of the engines without replicas, or else a ``ReadAgreement``, by shard group."""
 
 
 def check_not_refused(what: str, groups: Sequence[dist.ProcessGroup], mesh: DeviceMesh) -> None:
-    """Raise if ``what``, a collective outside of forwards, is forbidden now, or if ranks issue different ones."""
+    """Raise if ``what``, a collective outside of forwards, is forbidden now, or if other ranks issue another one."""
     for refuse in refusals:
         refuse(what)
     for group in groups:
-        if group not in fingerprints:  # no engine has been made yet
+        if group not in fingerprints:  # no engine on this group exists yet
             members = dist.get_process_group_ranks(group)
             fingerprints[group] = ReadAgreement(group.rank(), members, group, torch.device(mesh.device_type))
         fingerprints[group].agree("read", what)
 
 
 def reduce(unknown: Sequence[Partials]) -> None:
-    """Set ``reduced`` of all partials: one all-reduce over each group for those of one kind across the same ranks."""
+    """Set ``reduced`` of the ``unknown``; those of one kind across the same ranks share one all-reduce per group."""
     alike: defaultdict[tuple[Reduction, Across], list[Partials]] = defaultdict(list)
     bases = chain.from_iterable([base for base, _ in each.terms] if each.terms else [each] for each in unknown)
     for partials in dict.fromkeys(bases):
@@ -171,7 +171,7 @@ class LazyReduction(DTensor):
     _value: torch.Tensor | None
 
     def value(self) -> torch.Tensor:
-        """Return the plain tensor: global shape, this dtype, the same bits on every rank. A collective at first use."""
+        """Return the value, a plain tensor with the same bits on every rank. A collective at first use of the value."""
         if self._value is None:
             try:
                 reduce([self._partials])
@@ -180,7 +180,7 @@ class LazyReduction(DTensor):
                     "reading a sum, mean, norm or extreme of sharded tensors is a collective, which failed: has a part "
                     f"of the ranks read it (if rank == 0)? Call .item() on all of them\n{error}"
                 ) from error
-            # copy=True: a write to this value does not reach the other tensors of these partials
+            # copy=True: a write to this value shall not reach other ``LazyReduction`` of the same partials
             self._value = cast("torch.Tensor", self._partials.reduced).to(self.dtype, copy=True)
         return self._value
 
@@ -190,7 +190,7 @@ class LazyReduction(DTensor):
     ) -> Any:
         kwargs = kwargs or {}
         if func is aten.detach.default and torch.is_inference_mode_enabled() and not args[0].is_inference():
-            with torch.inference_mode(False):  # as in torch, the result of a normal tensor is no inference tensor
+            with torch.inference_mode(False):  # as in torch, a normal tensor's ``detach()`` is no inference tensor
                 return cls.__torch_dispatch__(func, types, args, kwargs)
         lazy = _kept_lazy(func, args, kwargs)
         if lazy is not None:
@@ -199,7 +199,7 @@ class LazyReduction(DTensor):
         across = [each._partials.across for each in given if isinstance(each, LazyReduction)]
         args, kwargs = tree_map_only(LazyReduction, LazyReduction.value, (args, kwargs))
         result = func(*args, **kwargs)
-        is_lazy = across and len(across) == len(given)  # no other tensor, and no list, was given
+        is_lazy = across and len(across) == len(given)  # all tensors given are lazy, none in a list
         if not is_lazy or type(result) is not torch.Tensor or any(result is value for value in args):
             return result
         return _lazy(Partials(result, SUM, across[0]), result.dtype, result)
@@ -209,8 +209,8 @@ class LazyReduction(DTensor):
         return _differentiable_copy(self)
 
     def to_local(self, **_: Any) -> torch.Tensor:
-        """Return the result, which every rank has whole; outside of autograd not a copy, since checkpoints of optimizer
-        state are loaded into what this returns."""
+        """Return the value, which every rank has whole; outside of autograd not a copy of it, since checkpoints of
+        optimizer state are loaded into what ``to_local`` returns."""
         return self.full_tensor() if self.requires_grad and torch.is_grad_enabled() else self.value()
 
     def numpy(self, *, force: bool = False) -> Any:
@@ -277,9 +277,9 @@ def _shown(
 
 
 class Summand(NamedTuple):
-    """One sharded tensor to reduce: this rank's elements, the ranks to reduce over, and the dtype of the result.
+    """A sharded tensor to reduce: this rank's elements, the ranks to reduce over, and the dtype of the result.
 
-    ``counts`` is false where another rank counts the same elements.
+    ``counts`` is false where another rank contributes the same elements.
     """
 
     local: torch.Tensor
@@ -291,13 +291,13 @@ class Summand(NamedTuple):
 def reduce_lazily(
     summands: Sequence[Summand], kind: Reduction, of_locals: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 ) -> list[LazyReduction]:
-    """Return a ``LazyReduction``, 0-d, for each tensor; ``of_locals`` maps tensors with elements to 0-d tensors.
+    """Return a 0-d ``LazyReduction`` for each summand; ``of_locals`` reduces the local tensors that have elements.
 
-    Where ``of_locals`` gives a tensor subclass, its ``item()`` is the number.
+    Where ``of_locals`` returns a tensor of a subclass, its ``item()`` is the number.
     """
     present = [each.counts and each.local.numel() > 0 for each in summands]
     locals_ = [each.local for each, is_here in zip(summands, present, strict=True) if is_here]
-    # numbers are stacked, so that the number of kernels does not grow with the number of tensors
+    # stack the 0-d results: the number of kernels shall not grow with the number of tensors
     numbers = [
         each if type(each) in PLAIN else torch.tensor(each.item(), dtype=each.dtype, device=each.device)
         for each in (of_locals(locals_) if locals_ else ())
@@ -323,7 +323,7 @@ NORMS = ("linalg_vector_norm", "norm", "_foreach_norm")
 
 
 def norm_arguments(given: dict[str, Any]) -> tuple[float, torch.dtype | None]:
-    """Return order and dtype of a norm with these arguments."""
+    """Return the order and the dtype in the arguments ``given`` to a norm."""
     order = given.get("ord", given.get("p"))
     return 2.0 if order is None else float(order), given.get("dtype")
 
@@ -338,7 +338,7 @@ def arguments_over_all(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _kept_lazy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LazyReduction | None:
-    """Return the result of an operation that can be computed on partials, or None."""
+    """Return the lazy result of ``func`` if it can be computed on partials, without an all-reduce; else None."""
     if func is aten.stack.default:
         return _stacked(*args, **kwargs)
     first = args[0] if args else None
@@ -351,7 +351,7 @@ def _kept_lazy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lazy
         return _lazy(partials, dtype)
     if func is aten._to_copy.default:
         if not dtype.is_floating_point and torch.promote_types(first.dtype, dtype) != dtype:
-            return None  # an integer or a bool loses what a later cast back would take from the partials
+            return None  # a later cast back would take from the partials what an integer has lost
         if (device := kwargs.get("device")) not in (None, partials.local.device):
             partials = Partials(partials.local.to(device), partials.kind, partials.across)
         return _lazy(partials, dtype)
@@ -378,7 +378,7 @@ def _kept_sum(func: Any, total: LazyReduction, args: tuple[Any, ...], kwargs: di
         return _lazy(Partials(local, SUM, partials.across, None, [*terms, *(theirs.terms or [(theirs, 1.0)])]), dtype)
     if not isinstance(other, (int, float)) or not dtype.is_floating_point:
         return None
-    if func is aten.add.Tensor and other == 0:  # ``sum()`` of Python begins with 0
+    if func is aten.add.Tensor and other == 0:  # Python's ``sum()`` begins with 0
         return _lazy(partials, dtype)
     if func is aten.mul.Tensor or (func is aten.div.Tensor and other):
         by = other if func is aten.mul.Tensor else 1 / other
@@ -387,7 +387,7 @@ def _kept_sum(func: Any, total: LazyReduction, args: tuple[Any, ...], kwargs: di
 
 
 def _stacked(tensors: Sequence[torch.Tensor], dim: int = 0) -> LazyReduction | None:
-    """Return the stack of partials; None without any. Only the first rank adds numbers that all ranks know already."""
+    """Return the lazy stack of ``tensors``; None if all values are known. Only the first rank adds known values."""
     unknown = [x._partials for x in tensors if isinstance(x, LazyReduction) and x._value is None]
     if not unknown:
         return None
@@ -396,9 +396,9 @@ def _stacked(tensors: Sequence[torch.Tensor], dim: int = 0) -> LazyReduction | N
         reduce(unknown)
         if any(partials.kind != kind for partials in unknown):
             return None
-        unknown = []  # ``reduce`` has made all known; the stack stays lazy (a DTensor)
+        unknown = []  # ``reduce`` has set all values; return a ``LazyReduction`` all the same
     elif kind == Reduction(math.inf) and len(unknown) < len(tensors):
-        reduce(unknown)  # ranks but the first stack 0 for numbers that all know: the maximum would lose a negative one
+        reduce(unknown)  # all ranks but the first stack 0 for known values: the maximum would lose negative ones
         unknown = []
     if not unknown and kind == Reduction(math.inf):
         kind = SUM

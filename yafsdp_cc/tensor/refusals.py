@@ -41,7 +41,7 @@ def _instead(spec: ShardSpec) -> str:
     if not engine.context.in_forward:
         unit = "model" if group is None else f"model.get_submodule('{group.name}')"
         if torch._C._current_graph_task_id() != -1:
-            if not torch.is_grad_enabled():  # checkpointing computes again with gradients
+            if not torch.is_grad_enabled():  # activation checkpointing runs a forward again in grad mode
                 return f"a derivative of what a loss computes of it takes whole tensors: in the loss, {CALL_FULL}"
             return (
                 f"a backward runs a part of {unit} again, as activation checkpointing does, and has not come to an "
@@ -84,7 +84,7 @@ def instead_while_whole(spec: ShardSpec) -> str:
 
 
 def instead_of_writing(spec: ShardSpec, target: torch.Tensor) -> str:
-    """Return what to type instead of writing a tensor of ``spec`` into ``target``, which is not sharded so."""
+    """Return what to type instead of writing a tensor of ``spec`` into ``target``, which is not sharded by ``spec``."""
     owner = owner_of(spec)
     engine = None if owner is None else engine_of(owner)
     if engine is not None and engine.context.in_forward:
@@ -147,7 +147,7 @@ _REFUSED_OPTIMIZERS = {
     "here is {}: take the optimizer that it was given, such as torch.optim.AdamW(model.parameters())",
     "yafsdp_cc.Adafactor": "",
 }
-"""Message for optimizers that read more than a rank's elements, by package and class."""
+"""Messages that refuse optimizers which read more than a rank's elements, by package and class."""
 
 _QUANTISES_STATE = (
     "{optimizer} quantises blocks of its state, which needs plain tensors, and here is {}: give it the shards "
@@ -166,12 +166,12 @@ LOSES_STEPS = {
     UNSHARDED_OF: "was made while parameters() showed '{}' unsharded, after unshard() or a forward: call "
     "model.reshard() before it is made, or make it before",
 }
-"""Message for an optimizer that holds a parameter with a mark (``tensor.shown``), which steps would not change."""
+"""Messages, by mark of ``tensor.shown``, for optimizers of marked parameters: steps would not change the model."""
 
 
 @functools.cache
 def refusal_of(kind: type[Optimizer]) -> tuple[str, int]:
-    """Return the message that refuses a class of optimizers ("": none), and the least dimensions that it applies to."""
+    """Return the message that refuses a class of optimizers ("": none), and the least ``dim()`` of what it refuses."""
     if kind.__module__.partition(".")[0] in _QUANTISE_STATE:
         return _QUANTISES_STATE.replace("{optimizer}", f"{kind.__module__}.{kind.__name__}"), 0
     names = (f"{base.__module__.partition('.')[0]}.{base.__name__}" for base in kind.__mro__)

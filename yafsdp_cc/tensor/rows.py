@@ -49,13 +49,13 @@ class RowShardSpec(ShardSpec):
 
 
 def first_rows(rows: int, world: int) -> list[int]:
-    """Return ``world + 1`` offsets: rank r of ``Shard(0)`` holds the rows ``first[r]:first[r + 1]``."""
+    """Return ``world + 1`` numbers of rows: rank r of ``Shard(0)`` holds the rows ``first[r]:first[r + 1]``."""
     most = -(-rows // world)
     return [min(rank * most, rows) for rank in range(world + 1)]
 
 
 def row_bounds(shape: Sequence[int], world: int) -> list[int]:
-    """Return ``first_rows`` as offsets of elements, row-major."""
+    """Return bounds of the ranks' rows by ``Shard(0)``, as row-major offsets of elements."""
     return [first * math.prod(shape[1:]) for first in first_rows(shape[0], world)]
 
 
@@ -104,7 +104,7 @@ def flat_range_of(tensor: DTensor, spec: ShardSpec) -> torch.Tensor:
     """Return this rank's flat range, by a ``spec`` with bounds, of a tensor that ``is_by_rows``. A collective.
 
     Args:
-        tensor: on ``spec.mesh``, of ``spec.shape``; the same on all replicas.
+        tensor: a DTensor on ``spec.mesh``, of ``spec.shape``; the same on all replicas.
     """
     assert spec.bounds is not None
     rows, bounds = tensor._local_tensor.detach().contiguous().view(-1), row_bounds(spec.shape, len(spec.bounds) - 1)
@@ -126,7 +126,7 @@ def redivided(
     sent = list(zip(*(_parts_for(*each, rank) for each in zip(tensors, held, wanted, strict=True)), strict=True))
     received = list(zip(*(_parts_for(*each, rank) for each in zip(found, wanted, held, strict=True)), strict=True))
     ours, theirs = ([sum(part.nbytes for part in parts) for parts in of_peers] for of_peers in (sent, received))
-    if len(tensors) == 1:  # the parts of a single tensor are adjacent: no copy
+    if len(tensors) == 1:  # the parts of a single tensor are adjacent: send it without a copy
         message = tensors[0].view(torch.uint8)
     else:
         message = torch.cat([part for parts in sent for part in parts])
@@ -153,7 +153,7 @@ def moved(local: torch.Tensor, held: ShardSpec, wanted: ShardSpec) -> torch.Tens
 
     Args:
         local: a plain tensor.
-        held: of the shape and mesh of ``wanted``, with other bounds.
+        held: a spec of the shape and mesh of ``wanted``, with other bounds.
     """
     if held.bounds is None:
         return wanted.local_of(local)
@@ -180,7 +180,7 @@ def gathered(local: torch.Tensor, spec: ShardSpec) -> torch.Tensor:
 
 
 def _gathered(local: torch.Tensor, bounds: Sequence[int], shape: Sequence[int], mesh: DeviceMesh) -> torch.Tensor:
-    """Return a new tensor of ``shape`` on the device of ``mesh``, of which each rank has the elements of its bounds."""
+    """Return a new tensor of ``shape`` on the device of ``mesh``, gathered from all ranks' ranges of ``bounds``."""
     widths = [stop - start for start, stop in pairwise(bounds)]
     widest = max(widths)
     if widest == 0:

@@ -28,7 +28,7 @@ COPY_OF = "_yafsdp_cc_copy_of"
 """Attribute of a whole parameter that ``whole_parameters`` has shown: the sharded one's ``ShardSpec``."""
 
 REPLICA_SYNC = "_yafsdp_cc_replica_sync"
-"""Attribute of the parameters of a model whose replicas are synchronized: by which ``ReplicaSync``, if trained."""
+"""Attribute of parameters whose replicas are synchronized: the ``ReplicaSync``, and whether they are trained."""
 
 
 class ReplacedParameter(torch.nn.Parameter):
@@ -61,13 +61,13 @@ UNSHARDED_OF = "_yafsdp_cc_unsharded_of"
 
 
 class UnshardedWeight(torch.Tensor):
-    """An unsharded weight that modules show outside of forwards. Writes to it are lost: they are counted or refused."""
+    """An unsharded weight that modules show outside of forwards. As writes are lost, they are counted or refused."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @property
     def data(self) -> torch.Tensor:
-        """The weight outside of autograd; unlike those to torch's ``.data``, writes to it are counted."""
+        """The weight outside of autograd; its version counter counts writes to ``.data``, unlike a plain tensor's."""
         return self.detach()
 
     @data.setter
@@ -91,11 +91,11 @@ def mark_unsharded(weight: torch.Tensor, spec: ShardSpec) -> None:
 _LOOKS = {
     getattr(torch.Tensor, name).__get__ for name in ("dtype", "shape", "device", "layout", "ndim", "is_meta", "is_cpu")
 } | {torch.Tensor.is_floating_point, torch.Tensor.is_complex, torch.Tensor.dim, torch.Tensor.numel, torch.Tensor.size}
-"""Functions that read no elements of a tensor."""
+"""Functions of a tensor that read none of its elements."""
 
 
 class CastWhenUsed(DTensor):
-    """A sharded parameter of another unit as a forward sees it, in the dtype that its own unit computes in.
+    """What a forward sees in place of a sharded parameter of another unit, in the dtype that the other computes in.
 
     Reading dtype or shape costs nothing. Any other operation runs on the cast parameter, and gradients flow through it.
     """
@@ -138,7 +138,7 @@ class CastWhenUsed(DTensor):
         return cast("DTensor", self._cast()).to_local(**options)
 
     def redistribute(self, *arguments: Any, **options: Any) -> DTensor:
-        """Return the parameter, cast, in another layout."""
+        """Return a DTensor of the parameter, cast, with other placements. A collective."""
         return cast("DTensor", self._cast()).redistribute(*arguments, **options)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

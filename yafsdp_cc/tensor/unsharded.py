@@ -2,7 +2,7 @@
 
 After a forward that does not reshard, FSDP2's modules show unsharded weights until the backward. So do modules of this
 package's ``fully_shard``, as attributes and in ``parameters()``, after a forward with a graph whose backward may come;
-one under ``torch.no_grad()``, or that has run its backward itself, leaves nothing behind. The backward, ``reshard()``,
+a forward under ``torch.no_grad()``, or which runs its backward itself, shows none. The backward, ``reshard()``,
 ``state_dict()`` and ``load_state_dict()`` show the sharded parameters again, for optimizers, clipping and checkpoints.
 """
 
@@ -55,7 +55,7 @@ def register_until_reshard(state: FSDPState, spec: ParamGroupSpec, group: ParamG
     state.replicated.refresh()
     state.wait_for_transfers()
     replicated: Sequence[FSDPParam] = () if group is None else group.replicated
-    # the root group's modules are the whole model, so show the replicated parameters of all units
+    # the module of the root group is the whole model: show it the replicated parameters of all units
     if group is None or group is state.root_group:
         replicated = [param for flat in spec.replicated for param in flat.params]
     state.replicated.register_unsharded(replicated)
@@ -64,12 +64,12 @@ def register_until_reshard(state: FSDPState, spec: ParamGroupSpec, group: ParamG
         mark_unsharded(module.__dict__[attribute], param.spec)
     held = () if group is None or group.held is None else zip(group.params, group.held.leaves, strict=True)
     for param, leaf in (*held, *zip(state.replicated.params, state.replicated.leaves, strict=True)):
-        if leaf.requires_grad and not leaf._post_accumulate_grad_hooks:  # only one hook: a leaf is shown many times
+        if leaf.requires_grad and not leaf._post_accumulate_grad_hooks:  # a leaf is shown many times: add only one hook
             leaf.register_post_accumulate_grad_hook(partial(_refuse_late_grad, weakref.ref(param)))
 
 
 def _refuse_late_grad(of: weakref.ref[FSDPParam], leaf: torch.Tensor) -> None:
-    """Raise if a gradient has reached a parameter's ``leaf`` and no reduce of this step comes to add it."""
+    """Raise if a gradient has reached ``leaf``, an unsharded parameter, and no later reduce of this step adds it."""
     param = of()
     state = None if param is None else engine_of(param)
     if param is None or state is None or state.backwards or state.awaits_backward or not state.is_idle:
@@ -86,7 +86,7 @@ class StayUnsharded(Observer):
     """Observer that shows unsharded weights to modules that do not reshard, after a forward with a graph."""
 
     def __init__(self, state: FSDPState) -> None:
-        self._state: FSDPState = weakref.proxy(state)  # the engine refers to its observers: no reference cycle
+        self._state: FSDPState = weakref.proxy(state)  # no cycle: the engine refers to its observers
 
     def after_forward(self) -> None:
         state = self._state
@@ -103,7 +103,7 @@ class StayUnsharded(Observer):
 
 
 def reshard(spec: ParamGroupSpec, *, expires: bool = False) -> None:
-    """Release weights held outside of forwards: modules show the sharded parameters again.
+    """Release the weights that ``spec`` holds outside of forwards: its modules show the sharded parameters again.
 
     Args:
         expires: whether the next forward gathers the weights anew even if a buffer has them; the same on all ranks.
@@ -125,7 +125,7 @@ def reshard(spec: ParamGroupSpec, *, expires: bool = False) -> None:
 
 
 def reshard_for_state_dicts(spec: ParamGroupSpec) -> Iterator[Any]:
-    """Reshard ``spec`` before ``state_dict()`` and ``load_state_dict()`` outside of forwards; yield the hooks."""
+    """Let hooks reshard ``spec`` before ``state_dict()`` and ``load_state_dict()``; yield the handles of the hooks."""
 
     def hook(*_: Any) -> None:
         under_way = torch._C._current_graph_task_id() != -1 or any(

@@ -1,8 +1,8 @@
 """Finds parameters and buffers that were allocated and never written, before a forward computes with them.
 
-Memory that takes the place of the meta device is filled with a byte: 0xFF, which is NaN in every floating dtype, or
-0xA5. A tensor that has this byte everywhere was never written. Any write, in full or in part, by torch or by a custom
-kernel, leaves other bytes, so a tensor with values is never refused.
+Memory allocated for a tensor of the meta device is filled with a byte: 0xFF, which is NaN in every floating dtype, or
+0xA5. A tensor that has this byte everywhere counts as never written: a write of values, in full or in part, by torch or
+by a custom kernel, leaves other bytes.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ if TYPE_CHECKING:
     from yafsdp_cc.engine.param import FSDPParam
 
 _VERSION = "_yafsdp_cc_unwritten"
-"""Attribute of tensors that were allocated without values: their version then; None where torch counts no versions."""
+"""Attribute of tensors allocated without values: their version at that time; None where torch counts no versions."""
 _NAMED = 8
-"""Number of tensors that an error names."""
+"""Largest number of further tensors without values that an error names."""
 
 
 def makes_empty(fn: Callable[[Tensor], Tensor]) -> bool:
-    """Return whether ``fn``, the argument of ``nn.Module._apply``, comes from ``to_empty``, which returns no values."""
+    """Return whether ``fn``, the argument of ``nn.Module._apply``, comes from ``to_empty`` and returns no values."""
     return getattr(fn, "__qualname__", "").startswith("Module.to_empty.")
 
 
 @torch.no_grad()
 def mark_unwritten(tensor: Tensor, local: Tensor | None = None) -> None:
-    """Mark ``tensor`` as allocated without values, and fill this rank's part with a byte that no value has."""
+    """Mark ``tensor`` as allocated without values, and fill this rank's part with the byte of unwritten memory."""
     local = local_tensor(tensor) if local is None else local
     for values in _bytes_of(local):
         values.fill_(_filling(local))
@@ -81,9 +81,9 @@ def _is_unwritten(tensor: Tensor, local: Tensor | None = None) -> bool:
     if local is None:
         local, version = local_tensor(tensor), tensor.__dict__[_VERSION]
         if version is not None and local._version != version:
-            return False  # no check of a shard, whose version is that of its whole flat buffer
+            return False  # not for shards, which have the version of their whole flat buffer
     filling, parts = _filling(local), list(_bytes_of(local))
-    # the first byte differs in nearly every written tensor
+    # check the first byte first: it differs in nearly every written tensor
     return bool(parts) and all(
         int(values[0]) == filling and int(values.amin()) == filling == int(values.amax()) for values in parts
     )
