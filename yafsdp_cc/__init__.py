@@ -51,7 +51,7 @@ for _module, _package in {"torch": "torch", "pydantic": "pydantic", "yaml": "pyy
     if importlib.util.find_spec(_module) is None:
         raise ModuleNotFoundError(f"yafsdp_cc needs {_package}: pip install {_package}", name=_module)
 
-# Names are looked up at first use: torch takes seconds to import, and the command line's help shall not wait for it.
+# Public names are imported at first use: the command line's help shall not wait seconds for the import of torch.
 _NAMES = {
     "yafsdp_cc.api": "counters_of fully_shard plan_of register_fsdp_forward_method shard watch_loss",
     "yafsdp_cc.batches.skipped": "PeerFailedError skip_together",
@@ -71,7 +71,7 @@ _NAMES = {
     "yafsdp_cc.tensor.loading": "patch_torch",
     "yafsdp_cc.tools.metrics": "Metrics",
 }
-"""Public names by the module that defines them."""
+"""Public names, by the module that defines them."""
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
 _MODULES = {
     "netlab": "yafsdp_cc.tools.netlab",

@@ -91,7 +91,7 @@ Result = TypeVar("Result")
 
 
 class _Arguments(NamedTuple):
-    """The arguments that ``shard`` and ``fully_shard`` share, checked and completed."""
+    """Values that ``shard`` and ``fully_shard`` derive from the arguments which they share."""
 
     info: MeshInfo
     host: HostMemory | None
@@ -799,13 +799,13 @@ def _warn_of_emulated_bf16(policy: MixedPrecisionPolicy, device: torch.device) -
 
 
 def emulates_bf16(device: torch.device) -> bool:
-    """Return whether a device is a processor without instructions for bf16, which takes many times as long in it."""
+    """Return whether ``device`` is a processor without instructions for bf16, which makes bf16 many times as slow."""
     known = device.type != "cpu" or not torch.backends.mkldnn.is_available()
     return not known and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def _warn_of_residuals(plan: Plan, compression: Compression) -> None:
-    """Warn if residuals take more memory than sharding saves."""
+    """Warn if residuals of compression take more memory than the shards and their AdamW state."""
     sharded = plan.parameter_shard_bytes + plan.gradient_shard_bytes + plan.adamw_bytes
     if plan.residual_bytes > sharded:
         shorter = f"residual='int8' takes {plan.choices[0].residual['int8']:,}; "
@@ -820,7 +820,7 @@ def _warn_of_residuals(plan: Plan, compression: Compression) -> None:
 def _preparation(
     model: nn.Module, info: MeshInfo, sync: bool, initialize: Callable[[nn.Module], Any] | None
 ) -> Callable[[Sequence[OwnedParameter]], None]:
-    """Return a function that gives the parameters of one unit their values, the same on every rank."""
+    """Return a function that gives one unit's parameters values, and broadcasts or compares these across ranks."""
 
     def prepare(owned: Sequence[OwnedParameter]) -> None:
         fresh = materialize(owned, model, info.device, initialize)

@@ -84,7 +84,7 @@ class LaunchSection(BaseModel):
 
 
 class ShardSection(BaseModel):
-    """Arguments of ``yafsdp_cc.shard`` and ``fully_shard`` that the script leaves out."""
+    """Arguments of ``yafsdp_cc.shard`` that the script leaves out; ``fully_shard`` refuses those that it lacks."""
 
     model_config = _STRICT
 
@@ -206,7 +206,7 @@ class RunFile(BaseModel):
 
 
 class RunFileError(ValueError):
-    """Names every mistake in a run's settings, one to a line."""
+    """An error that names every mistake in a run's settings, one to a line."""
 
 
 class Setting(NamedTuple):
@@ -244,7 +244,7 @@ def known() -> dict[str, dict[str, Any]]:
 
 
 def allowed(one: Mapping[str, Any]) -> str:
-    """Describe in words what a JSON schema allows."""
+    """Describe in words the values that the JSON schema ``one`` allows."""
     if "anyOf" in one:
         return ", or ".join(dict.fromkeys(map(allowed, one["anyOf"])))
     if "const" in one:
@@ -300,7 +300,7 @@ def read(file: str | os.PathLike[str] | None, assignments: Iterable[str] = ()) -
 
 
 _MOST_VALUES, _MOST_BYTES = 10_000, 1 << 17
-"""Limits of a run file: number of values, and bytes."""
+"""Largest number of values, and of bytes, in a run file."""
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # yaml has no stubs
@@ -386,7 +386,7 @@ class _Reader:
             self._refuse(f"{path}:{line}", f"cannot be read as YAML: {error.problem}")
         except yaml.YAMLError as error:
             self._refuse(path, f"cannot be read as YAML: {str(error).splitlines()[0]}")
-        except (ValueError, RecursionError) as error:  # a number has too many digits, or lists are nested too deeply
+        except (ValueError, RecursionError) as error:  # by a number of too many digits, or lists nested too deeply
             self._refuse(path, f"cannot be read: {error}")
 
     def read_assignments(self, source: str, texts: Iterable[str]) -> None:
@@ -530,7 +530,7 @@ def summary(one: Mapping[str, Any]) -> str:
 
 
 def to_environment(settings: Settings) -> str:
-    """Return the value of ``YAFSDP_CC_RUN`` for the ranks."""
+    """Return the engine's ``settings`` as JSON, the value of ``YAFSDP_CC_RUN`` for the ranks."""
     return json.dumps({name: one for name, one in settings.items() if not name.startswith("launch.")}, default=str)
 
 
@@ -545,7 +545,7 @@ def run_settings() -> Settings:
 
 @lru_cache(maxsize=1)
 def parsed(text: str) -> Settings:
-    """Return the settings in a text from ``to_environment``."""
+    """Return the settings in a JSON text from ``to_environment``."""
     try:
         settings = {name: Setting(*one) for name, one in json.loads(text).items()}
     except (ValueError, TypeError, AttributeError):

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from yafsdp_cc.engine.state import FSDPState
 
 _COMPRESSION = (CompressedSum, CompressionObserver, CompressionError, Encoder, LocalClip, LowRank)
-"""Classes whose attributes are the state of compression."""
+"""Classes whose attributes hold the state of compression."""
 _CONTAINERS = (dict, list, tuple, set, deque)
 
 
@@ -51,7 +51,7 @@ class BatchRollback:
         self._objects: dict[int, tuple[Any, dict[str, Any]]] = {}
         """Objects of ``_COMPRESSION`` and copies of their attributes, by the object's id."""
         self._undo: list[Callable[[], object]] = []
-        """Functions that restore state outside of storages, in any order."""
+        """Functions, to be called in any order, that restore what lies outside of storages and ``_objects``."""
 
     @property
     def nbytes(self) -> int:

@@ -72,7 +72,7 @@ FORWARD, GATHER, REDUCE, REPLICATED = "forward", "gather", "reduce", "replicated
 
 
 class PeerFailedError(RuntimeError):
-    """Another rank has failed in this batch: this rank leaves the block, which ends without an error."""
+    """Raised where another rank has failed in this batch: leaves the ``skip_together`` block, which catches it."""
 
 
 class OutsideOnlyError(Exception):
@@ -80,18 +80,18 @@ class OutsideOnlyError(Exception):
 
 
 class SkippableBatch:
-    """The outcome of one block's batch; made by ``skip_together``."""
+    """The outcome of the batch in a ``skip_together`` block."""
 
     def __init__(self) -> None:
         self.skipped = False
-        """Whether all ranks have skipped the batch; known when the block is left."""
+        """Whether all ranks have skipped the batch; known at the end of the ``skip_together`` block."""
         self.errors: dict[int, str] = {}
-        """Exceptions of the ranks that failed in a skipped batch, and where they were raised, by global rank."""
+        """Exceptions that made all ranks skip the batch, and where they were raised, by global rank."""
         self.saved_bytes = 0
 
 
 _COUNTS, _SKIP, _RAISE = range(3)
-"""Votes of the ranks on a batch: it counts, all skip it, or all raise; the highest vote decides."""
+"""Votes of the ranks on a batch: the batch counts, all ranks skip it, or all raise; the highest vote decides."""
 
 
 class _Op(NamedTuple):
@@ -121,7 +121,7 @@ class _CollectiveLog:
     has_ended: bool = False
     """Whether a rank has failed and takes no part in training any more."""
     handled: int = 0
-    """Number of failures that this rank's thread has handled."""
+    """Number of failures of ranks that this rank's waiting thread has handled."""
 
     @property
     def is_closed(self) -> bool:
@@ -238,7 +238,7 @@ class _Peers:
         """Remove this rank's keys from the store, at the end of a ``skip_together`` block with a failed rank."""
         failure_key = f"{self._prefix}/{self.failures}/{self.rank}"
         for key in (failure_key, f"{failure_key}/issued", f"{failure_key}/issued/ops"):
-            with suppress(RuntimeError):  # some stores cannot delete keys
+            with suppress(RuntimeError):  # some kinds of stores cannot delete keys
                 self._store.delete_key(key)
         self.failures += 1
 
@@ -250,7 +250,7 @@ _meetings: Counter[int] = Counter()
 
 
 def _wait_for_failures(store: Store, prefix: str, rank: int, log: _CollectiveLog) -> None:
-    """Wait in a thread for failures of other ranks; then close this rank's list, and publish it in the store."""
+    """Wait in a thread for failures; then close this rank's list of collectives, and publish it in the store."""
     while True:
         failure_key = f"{prefix}/{log.handled}/{rank}"
         try:
@@ -437,7 +437,7 @@ class _Block:
             raise RuntimeError(f"{peers.in_a_row} batches in a row were skipped, the last one: {self._errors}") from own
 
     def _weights(self) -> list[int]:
-        """Return the versions of all shards, which change whenever a shard does."""
+        """Return the version counters of all shards of the block's models, to tell whether weights have changed."""
         return [part.version for state in self.states for spec in state.specs for part in spec.parts]
 
     def _catch_up(self) -> None:
@@ -644,7 +644,7 @@ def _reduce_zeros(group: ParamGroup, *, sums_over_replicas: bool) -> None:
 
 
 def _condition(state: FSDPState) -> list[object]:
-    """Return the state that must be equal on all ranks for them to issue the same collectives."""
+    """Return the parts of an engine's state that decide about collectives, and so must be equal on all ranks."""
     gathered = [group.is_in(group.unsharded.buffer) for group in state.groups]
     return [gathered, [compressed.codec_name for _, compressed in compressed_sums(state)]]
 

@@ -138,7 +138,7 @@ class Extension(NamedTuple):
     """The first module that holds the parameter."""
     policy: MixedPrecisionPolicy
     dtype: torch.dtype
-    """Dtype of the forward."""
+    """Dtype that the forward computes in."""
 
 
 def row_layout(shape: Sequence[int], world: int) -> Layout:
@@ -173,7 +173,7 @@ class ExtensionFlatParam(FlatParam):
 
     @property
     def rows(self) -> Tensor:
-        """This rank's rows, those that pad the shard included."""
+        """This rank's rows of the parameter, those that pad the shard included."""
         chunk: Tensor = self.sharded.view(-1, *self.shape[1:])
         return chunk
 
@@ -207,7 +207,7 @@ class ExtensionFlatParam(FlatParam):
 
 
 def forward_dtype(flat: FlatParam) -> torch.dtype:
-    """Return the dtype that the forward sees, whatever the weight buffer holds."""
+    """Return the dtype of the weights that a forward sees, whatever the weight buffer holds."""
     return flat.extension.dtype if isinstance(flat, ExtensionFlatParam) else flat.compute_dtype
 
 

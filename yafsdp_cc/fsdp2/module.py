@@ -81,7 +81,7 @@ class UnshardHandle(_UnshardHandle):
         self._group = group
 
     def wait(self) -> None:
-        """Show unsharded weights to the group's modules, and make the current stream wait for them."""
+        """Show the unsharded weights to the group's modules, and make the current stream wait for the all-gather."""
         group, self._group = self._group, None
         if group is not None and group.held is not None:
             register_until_reshard(self._state, self._spec, group)
@@ -104,7 +104,7 @@ class ShardedModule(FSDPModule, nn.Module):
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
-        """Refuse ``DistributedDataParallel``, whose constructor reads this attribute: it would train without a word."""
+        """Refuse ``DistributedDataParallel``, whose constructor reads this attribute and would raise no error."""
         if sys._getframe(1).f_code is not DistributedDataParallel.__init__.__code__:
             raise AttributeError("a sharded module has no _ddp_params_and_buffers_to_ignore")
         raise RuntimeError(
@@ -463,7 +463,7 @@ def _check_bool(name: str, value: object) -> None:
 
 
 def _check_apply(name: str, parameter: FlatDTensor, fn: Callable[[Tensor], Tensor], *, is_late: bool) -> None:
-    """Raise a ``RuntimeError`` if ``fn`` would move the sharded parameter ``name``, or convert it too late."""
+    """Raise a ``RuntimeError`` if ``fn`` would move or convert the sharded parameter ``name`` where it cannot."""
     local, after = parameter._local_tensor, fn(parameter._local_tensor)
     if after is local or (local.is_meta and after.dtype == local.dtype):
         return
@@ -687,7 +687,7 @@ def whole_parameters(model: nn.Module, *, write: bool = False) -> Iterator[None]
     state = require_state(model)
     check_at_rest(state, "whole_parameters")
     check_shows_shards(model, "whole_parameters")
-    with torch.inference_mode(False):  # tensors made in inference mode have no versions
+    with torch.inference_mode(False):  # tensors made in inference mode have no version counters
         values = whole_params_by_group(state, everywhere=True)
         wholes = {param: _unsharded_parameter(param, value) for param, value in values}
     shown = {param: in_class_of(param, whole) for param, whole in wholes.items()}
@@ -702,7 +702,7 @@ def whole_parameters(model: nn.Module, *, write: bool = False) -> Iterator[None]
             held = {module._parameters.get(attribute) for module, attribute in param.sites}
             if held == {shown[param]}:
                 continue
-            assigned, versions[param] = held.pop(), -1  # no tensor has version -1: it counts as written to
+            assigned, versions[param] = held.pop(), -1  # no tensor has version -1: it counts as changed
             is_alike = type(assigned) is type(whole) and assigned.shape == whole.shape and not assigned.is_meta
             if assigned is None or held or not is_alike:
                 lost.append(param.spec.name)
@@ -767,7 +767,7 @@ def whole_params_by_group(state: FSDPState, *, everywhere: bool) -> Iterator[tup
         for param in flat.params:
             extent = param.extent
             yield param, None if buffer is None else buffer[extent.offset : extent.end].view(extent.shape)
-        del buffer  # free it before the buffer of the next group is made
+        del buffer  # free this group's buffer before that of the next is made
     for param in state.replicated.params:
         is_first = all(group.rank() == 0 for group in all_groups(param.spec.mesh))
         yield param, param.local.detach() if everywhere or is_first else None
@@ -789,7 +789,7 @@ def _unsharded_parameter(
 
 def is_first_of_model(state: FSDPState) -> bool:
     """Return whether this rank is the lowest of all that hold a part of the model. Process groups number their ranks
-    in ascending order, a mesh may list them in any."""
+    in ascending order; a mesh may list its ranks in any order."""
     return dist.get_rank() == ranks_of_model(state)[0]
 
 
@@ -826,7 +826,7 @@ def _gathered(shard: Tensor, chunks: Sequence[int], group: dist.ProcessGroup, ev
 
 
 def _wait_for(messages: Sequence[dist.P2POp]) -> None:
-    """Send and receive ``messages``, those without bytes left out."""
+    """Send and receive those of ``messages`` that have bytes, and wait for them."""
     if filled := [each for each in messages if each.tensor.numel()]:
         for work in dist.batch_isend_irecv(filled):
             work.wait()

@@ -26,7 +26,7 @@ def reduction_of(spec: ShardSpec, placements: Sequence[Any] | None) -> GradReduc
     Raises:
         NotImplementedError: ``placements`` ask for a reduction other than a sum or mean.
     """
-    found = () if placements is None else placements[: spec.mesh.ndim]  # placements of tensor parallelism come last
+    found = () if placements is None else placements[: spec.mesh.ndim]  # those of tensor parallelism come last
     kinds = {each.reduce_op if isinstance(each, Partial) else "same" for each in found}
     partial = kinds - {"same"}
     if partial - {"sum", "avg"} or len(partial) > 1:
@@ -80,7 +80,7 @@ class _Means:
             self._task, self._known = task, {}
         key = (spec.mesh, number.data_ptr(), number.dtype, number._version)
         if key not in self._known:
-            precise = number.double()  # in fp64 the mean of equal numbers is that number
+            precise = number.double()  # in fp64 the mean of equal numbers is exact
             mean = reduced(spec, precise, all_groups(spec.mesh), "mean").to(number.dtype)
             self._known[key] = (number, mean)  # keep ``number`` alive, or another tensor could get its address
         return self._known[key][1]

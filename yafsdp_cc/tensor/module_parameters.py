@@ -45,7 +45,7 @@ class ModuleParameters(dict[str, "torch.nn.Parameter | None"]):
         self._params = {name: owner_of(each.shard_spec) for name, each in held.items() if isinstance(each, FlatDTensor)}
 
     def __setitem__(self, name: str, value: Any) -> None:
-        """Let the module compute with ``value``, until the sharded parameter or its unsharded weight is put back."""
+        """Let the module compute with ``value``, until the sharded parameter or its unsharded weight is set again."""
         if (param := self._params.get(name)) is not None:
             if isinstance(value, CastWhenUsed):
                 value = value._parameter
@@ -93,7 +93,7 @@ class ModuleParameters(dict[str, "torch.nn.Parameter | None"]):
             engine.drop_interrupted()
             in_forward = engine.context.in_forward or is_run_again
             shown = self._attributes.get(name)
-            # a forward that raised leaves its weights in its modules, where nobody may see them afterwards
+            # a forward that raised leaves gathered weights in modules: show them in no later call
             if shown is not None and (in_forward or (not in_backward and UNSHARDED_OF in shown.__dict__)):
                 held[name] = shown
             elif in_forward and param.flat is not None and (dtype := forward_dtype(param.flat)) != parameter.dtype:
@@ -101,7 +101,7 @@ class ModuleParameters(dict[str, "torch.nn.Parameter | None"]):
         return held.items()
 
     def __reduce_ex__(self, protocol: object) -> Any:
-        return dict, (dict(super().items()),)  # this dict is bound to its module, a copy needs a plain one
+        return dict, (dict(super().items()),)  # ``self`` is bound to its module: copy it as a plain dict
 
 
 def install_module_parameters(module: torch.nn.Module) -> None:

@@ -48,7 +48,7 @@ def _draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         increment_version((local,))
     else:
         flat = wrap(drawn.clone(), spec)
-    # all ranks that hold the same elements take those of the first such rank: their seeds may differ
+    # ranks that hold the same elements take the values of the first such rank: the ranks' seeds may differ
     groups = all_groups(spec.mesh) if spec.bounds is None else all_groups(spec.mesh)[1:]
     for part in tensors_of(flat._local_tensor):
         broadcast_over(groups, part, spec.mesh)
@@ -63,7 +63,7 @@ def _of_own_shape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     flat, size, *rest = (*args, None)[: max(len(args), 2)]
     local, spec = flat._local_tensor, flat.shard_spec
     if func is aten.detach.default and torch.is_inference_mode_enabled():
-        with torch.inference_mode(flat.is_inference()):  # as in torch, a normal tensor's result is no inference tensor
+        with torch.inference_mode(flat.is_inference()):  # as in torch, no inference tensor if ``flat`` is none
             return wrap(local, spec)
     if size is not None and tuple(size) != tuple(spec.global_shape):
         if func is aten.expand.default and not spec.shape:

@@ -45,7 +45,7 @@ def _from_local(
     placements: Sequence[Placement] | None = None,
     **options: Any,
 ) -> DTensor:
-    """Do as torch's ``DTensor.from_local``, but make a ``FlatDTensor`` of a flat range with its parameter's placements.
+    """Do as torch's ``DTensor.from_local``; make a ``FlatDTensor`` of a flat range that has its parameter's placements.
 
     Averages of weights keep local tensors, and call ``from_local`` on them; torch's would read the range as rows.
 

@@ -73,7 +73,7 @@ SUM, MAX, MIN = Reduction(1, signed=True), Reduction(math.inf, signed=True), Red
 
 
 class Across(NamedTuple):
-    """Ranks that hold partials: their mesh, and process groups; reducing over each in turn reaches all."""
+    """Ranks that hold partials: their mesh and process groups; reducing over one group after the other reaches all."""
 
     mesh: DeviceMesh
     groups: tuple[dist.ProcessGroup, ...]
@@ -222,7 +222,7 @@ class LazyReduction(DTensor):
         return self.value().tolist()
 
     def redistribute(self, *_: Any, **__: Any) -> DTensor:
-        """Return a plain replicated DTensor of the value."""
+        """Return the value as a plain replicated DTensor. A collective at first use of the value."""
         return DTensor.from_local(self.full_tensor(), self.device_mesh, self.placements, run_check=False)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -366,7 +366,7 @@ def _kept_lazy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lazy
 
 
 def _kept_sum(func: Any, total: LazyReduction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> LazyReduction | None:
-    """Return the sum of two sums, or a number times a sum, computed on partials; None if that is impossible."""
+    """Return the lazy sum of two sums, or a number times a sum, computed on partials; None if that is impossible."""
     other = args[1] if len(args) == 2 and not kwargs else None
     partials, dtype = total._partials, total.dtype
     terms = partials.terms or [(partials, 1.0)]

@@ -115,10 +115,10 @@ def flat_range_of(tensor: DTensor, spec: ShardSpec) -> torch.Tensor:
 def redivided(
     tensors: Sequence[torch.Tensor], held: Sequence[Sequence[int]], wanted: Sequence[Sequence[int]], mesh: DeviceMesh
 ) -> list[torch.Tensor]:
-    """Return this rank's range of each tensor by the bounds ``wanted``, flat and of its dtype. A collective.
+    """Return this rank's flat range of each of ``tensors`` by its bounds in ``wanted``. A collective.
 
     Args:
-        tensors: this rank's range of each tensor by the bounds ``held``, flat.
+        tensors: this rank's flat range of each tensor by its bounds in ``held``.
     """
     group, rank = shard_group(mesh), shard_rank(mesh)
     found = [each.new_empty(bounds[rank + 1] - bounds[rank]) for each, bounds in zip(tensors, wanted, strict=True)]

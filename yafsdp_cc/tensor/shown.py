@@ -52,7 +52,7 @@ class ReplacedParameter(torch.nn.Parameter):
 def mark_replaced(parameter: torch.nn.Parameter, spec: ShardSpec) -> None:
     """Mark ``parameter``, which has no elements any more, as replaced by the one that ``spec`` describes."""
     parameter.__dict__[SHARDED_AS] = spec
-    if type(parameter) is torch.nn.Parameter:  # a DTensor or another tensor subclass remains one
+    if type(parameter) is torch.nn.Parameter:  # a parameter of a tensor subclass keeps its class
         parameter.__class__ = ReplacedParameter
 
 
@@ -72,7 +72,7 @@ class UnshardedWeight(torch.Tensor):
 
     @data.setter
     def data(self, _: torch.Tensor) -> None:
-        """Refuse: what is assigned would be lost with the gathered weight."""
+        """Refuse: a tensor assigned to ``.data`` would be lost with the gathered weight."""
         spec: ShardSpec = self.__dict__[UNSHARDED_OF]
         raise RuntimeError(
             f"'{spec.name}' shows its gathered weights until the backward or reshard(): what is assigned to its .data "
@@ -84,7 +84,7 @@ class UnshardedWeight(torch.Tensor):
 def mark_unsharded(weight: torch.Tensor, spec: ShardSpec) -> None:
     """Mark ``weight`` as the unsharded form of the parameter of ``spec``, which no optimizer may be made from."""
     weight.__dict__[UNSHARDED_OF] = spec
-    if type(weight) is torch.Tensor:  # a DTensor of tensor parallelism remains one
+    if type(weight) is torch.Tensor:  # a DTensor of tensor parallelism keeps its class
         weight.__class__ = UnshardedWeight
 
 

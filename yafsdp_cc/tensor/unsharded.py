@@ -31,24 +31,24 @@ def unshard_until_reshard(group: ParamGroup, *, elsewhere: bool = True) -> None:
 
     Args:
         group: its attribute ``held`` gets the weights.
-        elsewhere: whether to avoid a buffer that other groups need.
+        elsewhere: whether to gather into an overflow buffer where other groups share the group's own.
     """
     if group.held is not None and group.is_in(group.held.buffer):
         return
     group.release_held()
-    group.context.gather_stream.wait_for_caller()  # the caller may just have written to the shard
+    group.context.gather_stream.wait_for_caller()  # which may have writes to the shard under way
     others = [each.unsharded.buffer for each in group.context.groups if each is not group]
     group.held = group.use(group.overflow() if elsewhere and group.unsharded.buffer in others else group.unsharded)
 
 
 def register_until_reshard(state: FSDPState, spec: ParamGroupSpec, group: ParamGroup | None) -> None:
-    """Show to the modules the weights that ``group`` holds, and the replicated ones of ``spec``.
+    """Show the unsharded weights that ``group`` holds to its modules, and the replicated ones of ``spec``.
 
     Args:
         group: None where all parameters of ``spec`` are replicated.
     """
     if group is not None and group.held is not None and not group.registers_held:
-        unshard_until_reshard(group)  # gather again if the weights have changed
+        unshard_until_reshard(group)  # gathers again if the weights have changed since
         group.registers_held = True
         group.context.wait(group.held.buffer.handle)
         group.register_unsharded(group.leaves(group.held))
