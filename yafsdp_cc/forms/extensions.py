@@ -78,7 +78,7 @@ def check_local_tensors(flat: FlatParam) -> None:
 
 
 class SubclassParam(FSDPParam):
-    """A frozen parameter of a tensor subclass, sharded as bytes: forwards see its class around the weight buffer."""
+    """A frozen parameter of a tensor subclass, sharded as bytes; forwards see a tensor of the class around them."""
 
     def __init__(self, subclass: TensorSubclass, *rest: Any) -> None:
         super().__init__(*rest)
@@ -133,7 +133,7 @@ class Extension(NamedTuple):
 
     subclass: TensorSubclass
     mesh: DeviceMesh
-    """Mesh of the ranks of a shard."""
+    """Mesh of the ranks that the parameter is sharded across."""
     module: nn.Module
     """The first module that holds the parameter."""
     policy: MixedPrecisionPolicy
@@ -186,7 +186,7 @@ class ExtensionFlatParam(FlatParam):
         return found
 
     def clear_padding(self) -> None:
-        """Zero the rows that pad the shard: an extension may compute a scale from all rows."""
+        """Zero the rows that pad the shard: an all-gather extension may compute a scale from all rows."""
         _, end = self.params[0].span
         if end < self.sharded.numel():
             self.sharded.narrow(0, end, self.sharded.numel() - end).zero_()
@@ -199,7 +199,7 @@ class ExtensionFlatParam(FlatParam):
         return [placeholder.expand(self.shape) if self.shape else placeholder.view(())]
 
     def unsharded(self, placeholder: Tensor) -> Tensor:
-        """Return the tensor that forwards see, around the weights in the buffer that ``placeholder`` is a view of."""
+        """Return the tensor that forwards see, made around the weight buffer that ``placeholder`` is a view of."""
         start = placeholder.storage_offset() * placeholder.itemsize
         data = torch.empty(0, dtype=torch.uint8, device=placeholder.device)
         data.set_(placeholder.untyped_storage(), start, (self.made_bytes,), (1,))
@@ -336,7 +336,7 @@ class ExtensionAllGather(AllGather):
 
     @staticmethod
     def _part_within(output: Tensor, tensor: Tensor) -> Part | None:
-        """Return the place of ``tensor`` in ``output``; None if it has memory of its own."""
+        """Return the place of ``tensor`` in the memory of ``output``; None if it lies elsewhere."""
         part = Part.of(tensor.data_ptr() - output.data_ptr(), tensor)
         return part if tensor.device == output.device and 0 <= part.offset <= output.nbytes - part.nbytes else None
 
@@ -353,7 +353,7 @@ class ExtensionAllGather(AllGather):
 
 
 class ClassParam(ExtensionParam):
-    """A parameter whose local tensor is of the parameter's tensor subclass."""
+    """A sharded parameter whose local tensor is of the parameter's tensor subclass."""
 
     def local_range(self, chunk: Tensor) -> Tensor:
         if type(chunk) in PLAIN:
@@ -362,13 +362,13 @@ class ClassParam(ExtensionParam):
 
 
 class ClassFlatParam(ExtensionFlatParam):
-    """One parameter whose shard is of the parameter's tensor subclass, [rows, ...], as many rows on each rank."""
+    """One parameter whose shard, [rows, ...], is of the parameter's tensor subclass; all ranks have as many rows."""
 
     _versions = 0
 
     @property
     def sharded(self) -> Tensor:
-        """The shard; its version rises with those of its inner tensors, which users may write to."""
+        """The shard; its version counter follows those of its inner tensors, which users may write to."""
         wrapped = (*tensors_of(self._sharded), *tensors_of(self.params[0].local))
         if (versions := sum(each._version for each in wrapped)) != self._versions:
             self._versions = versions

@@ -89,7 +89,7 @@ class HostTransfers:
     weights: HostTransfer
     grads: HostTransfer
     replicated: HostTransfer
-    """Copies of replicated parameters, on the caller's stream."""
+    """``HostTransfer`` for copies of replicated parameters, on the caller's stream."""
 
     def wait(self) -> None:
         """Block the host until all copies are over, so that it may read and write shards in host memory."""
@@ -104,7 +104,7 @@ class HostTransfers:
 
 @dataclass(eq=False)
 class HostMemory:
-    """Host memory for the shards of a group."""
+    """Host memory in which a parameter group's shards and gradients lie."""
 
     is_pinned: bool
     """Whether host memory is allocated page-locked."""
@@ -122,7 +122,7 @@ class HostMemory:
 
 
 class HostShardedGrad(ShardedGrad):
-    """Gradients in host memory: the device divides and adds, the host stores."""
+    """Sharded gradients in host memory: the device divides and adds them, and copies them back."""
 
     def __init__(self, host: HostMemory, buffer: Tensor, params: Sequence[FSDPParam]) -> None:
         self._host = host
@@ -207,7 +207,7 @@ class HostReplicatedFlatParam(HostFlatParam, ReplicatedFlatParam):
 def make_transfers(
     parts: Iterable[FlatParam], device: torch.device, gather_stream: CommStream, reduce_stream: CommStream
 ) -> HostTransfers | None:
-    """Make the transfers of an engine and give them to all offloaded ``parts``; return None if none are offloaded."""
+    """Make the ``HostTransfers`` of an engine for all offloaded ``parts``; return None if none are offloaded."""
     offloaded = [part for part in parts if isinstance(part, HostFlatParam)]
     if not offloaded:
         return None

@@ -58,21 +58,21 @@ class Part(NamedTuple):
         return (last + 1) * self.dtype.itemsize
 
     def within(self, data: Tensor) -> Tensor:
-        """Return the inner tensor as a view of ``data``, uint8."""
+        """Return the inner tensor as a view of ``data``, the flat buffer of bytes."""
         own = data.narrow(0, self.offset, self.nbytes).view(self.dtype)
         return own.as_strided(self.shape, self.stride)
 
     def beginning_within(self, data: Tensor) -> Tensor:
-        """Return the inner tensor as a view of ``data`` with a storage of its own that begins where the tensor does."""
+        """Return the inner tensor as a view of ``data``, with a storage that begins where the inner tensor does."""
         own: Tensor = from_dlpack(data.narrow(0, self.offset, self.nbytes))
         return own.view(self.dtype).as_strided(self.shape, self.stride)
 
 
 @dataclass(frozen=True)
 class Form:
-    """How to construct tensors of a subclass from plain ones.
+    """How to construct tensors of a subclass from plain tensors.
 
-    ``kind`` is ``Tensor`` for a plain tensor.
+    ``kind`` is the subclass, or ``Tensor`` where the constructed tensor is plain.
     """
 
     kind: type[Tensor]
@@ -124,7 +124,7 @@ class PackedForm(NamedTuple):
     stride: tuple[int, ...]
 
     def made_of(self, data: Tensor) -> Tensor:
-        """Return the tensor whose inner tensors are views of ``data``, uint8."""
+        """Return the tensor whose inner tensors are views of ``data``, a flat buffer of bytes."""
         if len(self.parts) == 1:
             views = [self.parts[0].within(data)]
         else:  # some subclasses take only inner tensors that begin at the same offset of their storages
@@ -155,7 +155,7 @@ class TensorSubclass:
 
     form: Form
     keeps_class: bool
-    """Whether each rank's local tensor is of the parameter's class, and no plain one."""
+    """Whether each rank's local tensor is of the parameter's class rather than plain."""
     packed: PackedForm | None
     """How to construct a parameter from its gathered bytes; None: an all-gather extension decides what is gathered."""
 
@@ -164,11 +164,11 @@ class TensorSubclass:
         return self.packed is None
 
     def restore(self, whole: Tensor) -> Tensor:
-        """Return a tensor of the class that shares memory with ``whole``, the plain parameter's elements."""
+        """Return a tensor of the subclass that shares memory with ``whole``, the elements of the plain parameter."""
         return self.around(whole) if self.packed is None else self.packed.made_of(whole.view(-1).view(torch.uint8))
 
     def around(self, rows: Tensor) -> Tensor:
-        """Return a tensor of a class with the extension around ``rows``, some or all rows of the parameter."""
+        """Return a tensor of the subclass around ``rows``, a plain tensor of some or all rows of a parameter."""
         return self.form.made_of([rows], rows.size(), rows.stride())
 
     def metadata(self) -> Iterator[Tensor]:
@@ -177,7 +177,7 @@ class TensorSubclass:
 
     @property
     def name(self) -> str:
-        """Full name of the class."""
+        """Full name of the tensor subclass."""
         return _name_of(self.form.kind)
 
 
@@ -228,7 +228,7 @@ def as_plain(tensor: Tensor) -> Tensor:
 
 
 def check_plain(name: object, local: Tensor, what: str, instead: str) -> None:
-    """Raise a ``NotImplementedError`` if a local tensor is of a subclass, and ``what`` takes only plain ones."""
+    """Raise a ``NotImplementedError``, that ``what`` takes only plain tensors, if ``local`` is of a subclass."""
     if type(local) not in PLAIN:
         raise NotImplementedError(
             f"{what} takes plain tensors, and what this rank has of {name} is a {_name_of(type(local))}: {instead}"
@@ -304,7 +304,7 @@ def empty_like(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
 
 
 def leave_meta(plain: nn.Parameter, original: nn.Parameter) -> None:
-    """Give a plain parameter on the meta device the memory of ``original``, which it replaces."""
+    """Give ``plain``, a parameter on the meta device, the memory of the parameter ``original`` that it replaces."""
     subclass = subclass_of(plain)
     if subclass is None or original.is_meta:
         return
@@ -348,7 +348,7 @@ def _is_restored(parameter: nn.Parameter, form: Form, parts: list[Tensor]) -> bo
 def _divides_rows(parameter: nn.Parameter, form: Form) -> bool:
     """Return whether a parameter's class makes tensors of some rows, around as many rows of each inner tensor."""
     firsts: list[tuple[int, ...]] = []
-    with suppress(Exception):  # the class's operations may raise anything
+    with suppress(Exception):  # operations of the subclass may raise anything
         row = parameter.new_zeros((2, *parameter.shape[1:])).narrow(0, 0, 1)
         firsts = [tuple(each.shape[:1]) for each in tensors_of(row)] if type(row) is form.kind else []
     return set(firsts) == {(1,)}

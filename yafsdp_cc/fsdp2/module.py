@@ -92,9 +92,9 @@ WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 
 
 class ShardedModule(FSDPModule, nn.Module):
-    """Class that a sharded module gets in addition to its own, whose methods remain.
+    """Base class that a sharded module gets in addition to its own class, whose methods remain.
 
-    ``ShardedModule`` derives from FSDP2's class, by which frameworks recognise sharded modules.
+    ``ShardedModule`` derives from FSDP2's ``FSDPModule``, by which frameworks recognise sharded modules.
     """
 
     _orig_cls_mro_index = 3  # index of Own in [FSDP<Own>, ShardedModule, FSDPModule, Own, ...]
@@ -177,12 +177,12 @@ class ShardedModule(FSDPModule, nn.Module):
         """Set which modules are gathered when this module is about to run, instead of those that ran next the last
         time.
 
-        The number of weight buffers is the length of the longest list of ``modules``, plus one.
+        Blocks share as many weight buffers as the longest list of ``modules`` has entries, plus one; at least two.
         """
         self._change_setting(False, "forward_prefetch", _specs_of(modules))
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Set which modules are gathered when the backward reaches this one, instead of the reverse forward's order."""
+        """Set which modules are gathered when the backward reaches this module, not those before it in the forward."""
         self._change_setting(False, "backward_prefetch", _specs_of(modules))
 
     def set_post_optim_event(self, event: torch.Event | None) -> None:
@@ -195,7 +195,7 @@ class ShardedModule(FSDPModule, nn.Module):
             state.post_optim_event = None if event is None else (event, [group.versions() for group in state.groups])
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Load like torch's method; names may lack the prefix of ``torch.compile``, as in ``full_state_dict``."""
+        """Load like torch's method; names in ``state_dict`` may lack ``torch.compile``'s prefix, as in full ones."""
         if isinstance(state_dict, Mapping) and any(_name_here(self, name) != name for name in state_dict):
             versions = getattr(state_dict, "_metadata", None)
             state_dict = OrderedDict((_name_here(self, name), value) for name, value in state_dict.items())
@@ -249,7 +249,7 @@ class ShardedModule(FSDPModule, nn.Module):
         _check_bool("enable", enable)
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        """Do nothing: a rank may always leave parameters of a group unused."""
+        """Do nothing: a rank may always leave parameters unused, and takes part in their reduce with zeros."""
         _check_bool("reduce_scatter_unused_params", reduce_scatter_unused_params)
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
@@ -448,7 +448,7 @@ def _specs_of(modules: Sequence[Any]) -> tuple[ParamGroupSpec, ...]:
 
 
 def outdate(spec: ParamGroupSpec) -> None:
-    """Mark the engine of ``spec``, if it has one, to be made anew before the next forward."""
+    """Mark the engine of the parameter group ``spec``, if any, to be made anew before the next forward."""
     if (state := state_of(spec.modules[0])) is not None:
         state.outdated = True
 
@@ -852,7 +852,7 @@ def check_at_rest(state: FSDPState, what: str) -> None:
         reshard(spec)
 
 
-@torch.inference_mode(False)  # tensors made in inference mode cannot be trained on
+@torch.inference_mode(False)  # tensors made in inference mode cannot be trained
 def unshard_model(model: Model, *, rank0_only: bool = False, device: torch.device | str | None = None) -> Model:
     """Undo ``shard``: whole, plain parameters again, the model's own classes, no hooks of the engine. A collective.
 

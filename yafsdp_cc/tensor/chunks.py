@@ -114,7 +114,7 @@ def chunk_metadata(shape: Sequence[int], start: int, stop: int) -> list[ChunkSto
         offsets = [start // stride % size for size, stride in zip(shape, strides, strict=True)]
         sizes = list(shape)
         for dim, stride in enumerate(strides):
-            if start % stride == 0 and start + stride <= stop:  # whole rows of this dimension: take as many as fit
+            if start % stride == 0 and start + stride <= stop:  # a row of ``dim`` begins here: take all that fit
                 sizes[dim] = min((stop - start) // stride, shape[dim] - offsets[dim])
                 break
             sizes[dim] = 1

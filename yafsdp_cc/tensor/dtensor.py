@@ -352,7 +352,7 @@ def take_grads_of_autograd(parameter: torch.Tensor) -> None:
     if not parameter.is_floating_point():
         return
     requires_grad = parameter.requires_grad
-    parameter.requires_grad_(True)  # torch registers a hook only while the parameter requires a gradient
+    parameter.requires_grad_(True)  # torch registers hooks only on tensors that require a gradient
     DTensor.register_hook(parameter, functools.partial(_take_grad, cast("FlatDTensor", parameter).shard_spec))
     parameter.requires_grad_(requires_grad)
 
@@ -517,7 +517,7 @@ def _on_locals(func: Any, spec: ShardSpec, args: tuple[Any, ...], kwargs: dict[s
 
 
 def _elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Handle an element-wise operation that works in place, writes to ``out`` or returns new tensors."""
+    """Handle an element-wise operation, whether it works in place, writes to ``out`` or returns new tensors."""
     outs = tuple(args[i] if i < len(args) else kwargs[name] for i, name in written_arguments(func).items())
     if outs:
         if (plain := next((x for x in outs if type(x) is not FlatDTensor), None)) is not None:
@@ -557,7 +557,7 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 else operand(func, spec, x, first, is_written=is_written)
                 for x, spec, first in zip(value, specs, columns[0], strict=True)
             ]
-        # "scalars" is a tensor that holds one number for each place of the lists.
+        # "scalars" is a tensor that holds one number for each position in the lists of tensors.
         if not isinstance(value, torch.Tensor) or name == "scalars" or (type(value) is torch.Tensor and not value.ndim):
             return value
         return operand(func, min(specs, key=lambda spec: -1 if spec is None else len(spec.shape)), value)
@@ -598,9 +598,9 @@ def _is_tensor_list(value: Any) -> bool:
 
 
 def summand_of(flat: FlatDTensor, dtype: torch.dtype) -> Summand:
-    """Return the input of a reduction over all elements of ``flat``."""
+    """Return ``flat`` as the ``Summand`` of a reduction over all its elements."""
     spec = flat.shard_spec
-    counts = spec.bounds is not None or spec.rank == 0  # a replicated tensor counts on one rank alone
+    counts = spec.bounds is not None or spec.rank == 0  # the first rank alone counts a replicated tensor
     return Summand(flat._local_tensor, counts, Across(spec.global_mesh, spec.groups), dtype)
 
 
@@ -612,7 +612,7 @@ def check_is_real(func: Any, flat: FlatDTensor) -> None:
 
 
 def arguments_of_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a reduction by name; refuse one over some dimensions, or into another tensor."""
+    """Return the arguments of a reduction by name; refuse a reduction over some dimensions, or with ``out``."""
     given = reductions.arguments_over_all(func, args, kwargs)
     if given is None:
         raise refusal(
@@ -743,7 +743,7 @@ def follow_optimizers() -> None:
         for engine in set(written.values()):
             engine.steps += 1
         for flat in written:
-            # kernels that take pointers write without raising torch's version counter
+            # kernels that take pointers write to a shard without raising torch's version counter
             if flat.version == versions.get(flat):
                 increment_version((flat.sharded,))
         for flat, version in versions.items():
