@@ -545,7 +545,7 @@ def counters_of(model: nn.Module) -> Counters:
     state = built_state(model, "counters_of")
     plan = plan_for(state)
     counters = state.context.counters
-    unplanned = (group.own_grad_buffer for group in state.groups)  # of ``ParamGroup.grad_buffer``, after the plan
+    unplanned = (group.own_grad_buffer for group in state.groups)  # buffers that ``ParamGroup.grad_buffer`` made later
     counters.owned_bytes = plan.owned_bytes + sum(each.data.nbytes for each in unplanned if each is not None)
     counters.host_bytes = plan.host_bytes
     return counters
@@ -657,7 +657,7 @@ def _check_arguments(
     if mesh.get_coordinate() is None:
         raise ValueError(f"rank {dist.get_rank()} is not in the mesh {mesh}: make the call on the ranks of the mesh")
     if mesh.ndim == 2 and type(mesh.mesh) is torch.Tensor:  # a ``FakeTensor`` has no values
-        orders = mesh.mesh.numpy().argsort(-1)  # NumPy's: in a ``FakeTensorMode`` torch's has no values
+        orders = mesh.mesh.numpy().argsort(-1)  # torch's ``argsort`` has no values in a ``FakeTensorMode``
         if (orders != orders[0]).any():
             raise ValueError(
                 f"mesh {mesh.mesh.tolist()} orders the ranks of its rows differently, and process groups number theirs "

@@ -1,4 +1,4 @@
-"""The run file: a run's settings in YAML, where each value came from, and their way into the ranks; without torch.
+"""The run file: a run's settings in YAML, where each value came from, and their way into the ranks. Imports no torch.
 
 A value is looked up in this order: the script's own arguments, the command line (torchrun's flags, ``--set a.b=c``),
 the environment (torchrun's ``PET_...``, ``YAFSDP_CC_SET``), the run file, the default. ``yafsdp-cc launch`` merges all
@@ -89,8 +89,7 @@ class ShardSection(BaseModel):
     model_config = _STRICT
 
     zero_stage: Annotated[int, Field(ge=1, le=3)] = 3
-    """ZeRO stage, which shards: 1, optimizer state; 2, gradients too; 3, parameters too. A lower stage is faster and
-    takes more memory."""
+    """ZeRO stage: 1 shards optimizer state, 2 gradients too, 3 parameters too. Lower stages: faster, more memory."""
     replicate: Positive = 1
     """Number of replicas (HSDP): the ranks of one replica, such as those of a machine, hold a whole model together."""
     units: Text | Annotated[list[Text], Field(min_length=1)] = "auto"
@@ -102,7 +101,8 @@ class ShardSection(BaseModel):
     """How replicas are kept together: overlap, by sums that are hidden behind the next step; null: by a sum in every
     backward. Not with fully_shard."""
     reshard_after_forward: bool | Positive | None = None
-    """Whether forwards drop weights; false keeps them until they change; a number: to so many neighbouring ranks."""
+    """Whether the forward drops unsharded weights: false keeps them until they change; a number reshards them across
+    so many neighbouring ranks."""
     cpu_offload: bool = False
     """Whether parameters, gradients and optimizer state are in host memory (torch's CPUOffloadPolicy)."""
     sync_module_states: bool = False

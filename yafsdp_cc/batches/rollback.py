@@ -159,7 +159,7 @@ class BatchRollback:
 
     def _save_buffers(self, model: nn.Module) -> None:
         buffers = {id(buffer): buffer for module in model.modules() for buffer in module._buffers.values()}
-        saved = {key: self._saved_as(buffer) for key, buffer in buffers.items()}  # modules share them as before
+        saved = {key: self._saved_as(buffer) for key, buffer in buffers.items()}  # by id: shared ones stay shared
         for module in model.modules():
             if module._buffers:
                 held = {name: saved[id(buffer)] for name, buffer in module._buffers.items()}
