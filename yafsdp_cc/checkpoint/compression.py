@@ -181,7 +181,7 @@ def load_state(
             ready = clip is not None or schedule.clip is None
             fits = ready and local is not None and load_local_residuals(state, local)
             schedule.resume_clip(clip if fits else None, state.context.device)
-        # unless residuals fit on all ranks, start with empty ones, and add the mean of saved ones to the next gradients
+        # unless saved residuals match on all ranks, begin with empty ones, and add their mean to the next gradients
         if not all(all_gather_objects(fits, group)):
             if not (residuals or estimates):  # a snapshot of ``Rescue`` has no mean residuals
                 with refused_together(*group):

@@ -188,7 +188,7 @@ class SafePlanner(DefaultLoadPlanner):
 
 
 class DryPlanner(SafePlanner):
-    """Reads all planned entries and stores only those that are no tensors, to find damage before any change."""
+    """Planner of a load that reads every entry, but stores no tensors, to find damage before any change."""
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
         return torch.empty(read_item.lengths, dtype=torch.float32, device="meta")

@@ -50,7 +50,7 @@ class CheckpointWriter(FileSystemWriter):
         super().__init__(folder)
         self._extra_sums, self._is_shared, self._beside = list(extra_sums), is_shared, beside
         self._streams: dict[MetadataIndex, _SummingStream] = {}
-        self.transforms: Any = weakref.proxy(self)  # a reference cycle would keep the tables until a collection
+        self.transforms: Any = weakref.proxy(self)  # a cycle would keep the tables until a garbage collection
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         if self._is_shared:

@@ -423,7 +423,7 @@ class TopK2Bit(Codec):
         kept = self.block // _KEPT_OF
         chosen = blocks.abs().nan_to_num_(torch.inf, torch.inf).topk(kept, sorted=False).indices
         magnitudes = blocks.gather(-1, chosen).abs()
-        is_zero = magnitudes == 0  # the codec has no level for zero: the largest one's position is sent again instead
+        is_zero = magnitudes == 0  # zero has no level: the largest element's position is sent again instead
         count = (kept - is_zero.sum(-1)).clamp_(min=1)
         mean, inverse = step_of(magnitudes.sum(-1) / count, 1.0)
         largest = chosen.gather(-1, magnitudes.argmax(-1, keepdim=True))

@@ -232,7 +232,7 @@ def decode_differences(codec: Codec, messages: Tensor, n: int, estimate: Tensor,
         total: as long as ``estimate``, fp32; overwritten.
     """
     decode_sum(codec, messages, n, estimate, 0, total, start)
-    if total.is_cpu and isfinite(total.sum().item()):  # only on a CPU: reading the sum would synchronize a GPU
+    if total.is_cpu and isfinite(total.sum().item()):  # only on a CPU: the host would have to wait for a GPU's sum
         estimate.copy_(total)
         return
     part = torch.empty_like(total)

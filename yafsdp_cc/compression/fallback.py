@@ -185,7 +185,7 @@ class CodecFallback(CompressionObserver):
         least = measured.error.least
         if kept < least:
             return f"keep {kept:.2%} of what they encode: residuals grow below {least:.2%}"
-        # In the first forwards norms still grow from residuals of zero: about 1 / (1 - beta) in the momentum form.
+        # Norms of messages grow from residuals of zero in the first forwards, 1 / (1 - beta) in the momentum form.
         is_early = self._forwards * (1 - self._schedule.beta) < 1 or self._forwards < PERIOD
         if is_early or isinstance(measured.collective, DeltaAllGather):
             return ""

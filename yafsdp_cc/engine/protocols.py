@@ -174,34 +174,34 @@ class Observer:
     """
 
     def assembled(self, state: object) -> None:
-        """Handle that the engine was made, perhaps anew; ``state`` is its ``FSDPState``. No collective is in flight."""
+        """Note that the engine was made, perhaps anew; ``state`` is its ``FSDPState``. No collective is in flight."""
 
     def before_forward(self) -> None:
-        """Handle that a root's forward begins; collectives issued here have to be ``record``ed in the fingerprint."""
+        """Note that a root's forward begins; collectives issued here have to be ``record``ed in the fingerprint."""
 
     def after_forward(self) -> None:
-        """Handle that a forward of the root with a graph is over, and its backward may come."""
+        """Note that a forward of the root with a graph is over, and its backward may come."""
 
     def before_backward(self) -> None:
-        """Handle that a backward has reached the model."""
+        """Note that a backward has reached the model."""
 
     def before_gather(self, group: str, *, overflows: bool) -> None:
-        """Handle that the all-gather of parameter group ``group`` is issued next, perhaps to an overflow buffer."""
+        """Note that the all-gather of parameter group ``group`` is issued next, perhaps to an overflow buffer."""
 
     def before_reduce(self, group: str) -> None:
-        """Handle that the reduce of the parameter group ``group`` is about to be issued."""
+        """Note that the reduce of the parameter group ``group`` is about to be issued."""
 
     def after_reduce(self, group: str) -> None:
-        """Handle that the reduce of the parameter group ``group`` was issued."""
+        """Note that the reduce of the parameter group ``group`` was issued."""
 
     def before_wait(self) -> None:
-        """Handle that the host is about to wait for a collective."""
+        """Note that the host is about to wait for a collective."""
 
     def after_wait(self) -> None:
-        """Handle that the host has waited for a collective."""
+        """Note that the host's wait for a collective is over."""
 
     def after_backward(self) -> None:
-        """Handle that all reduces of a backward were issued; the engine waits for them next."""
+        """Note that all reduces of a backward were issued; the engine waits for them next."""
 
     def after_final_reduce(self) -> None:
-        """Handle that the mean gradients of a backward are in ``.grad``, where only hooks may have changed them."""
+        """Note that the mean gradients of a backward are in ``.grad``, where only hooks may have changed them."""

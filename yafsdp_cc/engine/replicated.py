@@ -38,7 +38,7 @@ class ReplicatedFlatParam(FlatParam):
     def __init__(self, *rest: Any) -> None:
         super().__init__(*rest)
         for param in self.params:
-            param.flat = None  # a replicated parameter is never gathered, and all are reduced together
+            param.flat = None  # replicated parameters are never gathered, and are reduced together
         self.use_sharded(self.sharded)
 
     def use_sharded(self, sharded: Tensor) -> None:

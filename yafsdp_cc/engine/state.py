@@ -474,14 +474,14 @@ class FSDPState(_ModelStep):
             iteration.awaited_version = None
 
     def reach(self, iteration: IterationState) -> Backward:
-        """Handle that a backward has come to ``iteration``; return that backward."""
+        """Note that a backward has come to ``iteration``; return that backward."""
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "a backward with create_graph=True went through a sharded model: weights that a second backward "
                 "would read are gone by then. Compute gradient penalties on an unsharded model"
             )
         backward = self.enter_backward()
-        # If gradients are wanted, the root gate's backward uncounts this forward; else no gate may be reached.
+        # With gradients, the root gate's backward lowers the count of open forwards; without, it may never run.
         if not backward.wants_grads:
             self._stop_awaiting(iteration)
         return backward
@@ -732,7 +732,7 @@ class IterationState:
         return list(gated[: len(tensors)])
 
     def pre_backward(self, _: Tensor) -> None:
-        """Handle that a gradient has reached an output of the root."""
+        """Note that a gradient has reached an output of the root."""
         self.state.reach(self)
 
     def post_backward(self, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
@@ -830,7 +830,7 @@ class GroupCall:
         return iteration
 
     def pre_backward(self, iteration: IterationState, _: Tensor | None = None) -> None:
-        """Handle that a gradient has reached an output of this forward of the group."""
+        """Note that a gradient has reached an output of this forward of the group."""
         state, group = iteration.state, self.group
         backward = state.reach(iteration)
         if self not in backward.reached:
@@ -852,7 +852,7 @@ class GroupCall:
             self.group.context.wait(self.group.grads.buffer.handle)
 
     def post_backward(self, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-        """Handle that this call's gate has run: all gradients of the call are written."""
+        """Note that this call's gate has run: all gradients of the call are written."""
         iteration = self.iteration
         state = iteration.state
         backward = state.reach(iteration)

@@ -204,7 +204,7 @@ class OneBitOptimizer(Optimizer):
             compressed.is_unused = False
         phase = self._phase_now
         if not self._unscale():
-            self._drop_exact_means()  # the next backward may overwrite only some of the skipped step's exact means
+            self._drop_exact_means()  # the next backward may overwrite only some of these mean gradients
             return loss
         if phase.keeps_exact:
             gradients = self._exact_gradients()

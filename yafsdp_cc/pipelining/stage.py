@@ -178,7 +178,7 @@ class CompressedStage(PipelineStage):
         for side in self._caches.keys() & state["caches"].keys():
             self._caches[side].load_state_dict(state["caches"][side])
 
-    # Called by torch's schedules
+    # Methods that torch's pipeline schedules call
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
         self._check_prepared()

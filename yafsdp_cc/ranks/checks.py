@@ -28,7 +28,7 @@ def all_gather_objects(item: T, across: Sequence[dist.ProcessGroup]) -> list[T]:
         RuntimeError: a rank does not take part.
     """
     items = [item]
-    with suppress(RuntimeError, ValueError):  # no process group, or a store that has no clones
+    with suppress(RuntimeError, ValueError):  # there is no process group, or its store cannot be cloned
         _own_store()
     for group in (each for each in across if each.size() > 1):
         theirs: list[list[T]] = [items] * group.size()

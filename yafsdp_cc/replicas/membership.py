@@ -203,7 +203,7 @@ class Membership:
         while True:
             self._find_round()
             members = self._members = self._arrive(task)
-            if self._replica not in members.replicas:  # the round was fixed without this replica
+            if self._replica not in members.replicas:  # the other replicas have begun this round of averaging alone
                 self._await_outcome(self._patience)
                 continue
             try:

@@ -262,7 +262,7 @@ class Outer(ReplicaSync):
 
         def issue(async_op: bool) -> list[Any]:
             works: list[Any] = []
-            if len(current.contributors) < current.comm.world:  # other members receive weights
+            if len(current.contributors) < current.comm.world:  # replicas that join in this round receive weights
                 works += [current.comm.group.broadcast(each, current.source) for each in self._transferred()]
             for n in current.task.fragments:
                 works += self._send(exchange, n, async_op)

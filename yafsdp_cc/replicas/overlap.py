@@ -325,7 +325,7 @@ def _set_settings(optimizer: Optimizer, settings: Sequence[Mapping[str, Any]]) -
 
 
 def _check_settings(optimizer: Optimizer, given: Sequence[Mapping[str, Any]]) -> None:
-    """Raise a ``ValueError`` if an optimizer step has changed the settings ``given``: predictions would, too."""
+    """Raise a ``ValueError`` if an optimizer step has changed the settings ``given``, as a predicted step would too."""
     for group, values in zip(optimizer.param_groups, given, strict=False):
         for name in (name for name, value in values.items() if group[name] is not value):
             raise ValueError(

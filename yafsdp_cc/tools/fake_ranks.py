@@ -31,7 +31,7 @@ BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
 
 class Event:
-    """Replaces events and, where nothing else is needed, streams of CUDA."""
+    """Stands for an event, and for a stream that is only waited for, on devices without CUDA."""
 
     device_index = 0
 

@@ -105,7 +105,7 @@ def _be_rank(environment: dict[str, str], arguments: list[str], outputs: list[in
             cast("io.TextIOWrapper", stream).reconfigure(write_through=True)  # unbuffered, as by python -u
         with suppress(OSError):  # the launcher may have no standard input
             sys.stdin = open(0, closefd=False)  # noqa: SIM115  # multiprocessing has replaced stdin by an empty file
-        multiprocessing.set_start_method(None, force=True)  # unset it, so that the script may set a start method
+        multiprocessing.set_start_method(None, force=True)  # none is set now: the script may set one
         with suppress(KeyError, ValueError):
             torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))  # OpenMP read its variable in the fork server
         random.seed()

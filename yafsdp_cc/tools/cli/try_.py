@@ -206,7 +206,7 @@ class _Trials:
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(5)
             finally:
-                process.kill()  # ranks end with their launcher
+                process.kill()  # ranks are ended when their launcher ends
                 process.wait()
         ranks = [json.loads(path.read_text()) for path in sorted(folder.glob("figures-*.json"))]
         if reason := self._reason(ranks, status, limit, folder):
@@ -260,7 +260,7 @@ class _Trials:
 def sent_in(trace: Path, ranks: int) -> int:
     """Return the bytes that a rank of torch's FSDP2 sends in a recorded step, by the shapes of its collectives."""
     events = read_events(trace)
-    # gloo sums for a reduce-scatter by an all-reduce, which sends twice as much
+    # gloo carries out a reduce-scatter as an all-reduce, which sends twice as much
     by_gloo = any(each.get("name") == "gloo:all_reduce" for each in events)
     times = {"c10d::_allgather_base_": 1, "c10d::_reduce_scatter_base_": 2 if by_gloo else 1}
     sent, replicas, width = 0.0, ranks, 4
