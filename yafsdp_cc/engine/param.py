@@ -318,7 +318,7 @@ def _viewers(buffer: Tensor) -> int:
 
 @dataclass(eq=False)
 class FlatParam:
-    """Parameters of one dtype in a flat buffer with a chunk for each rank; a subclass may store weights otherwise."""
+    """Parameters of one dtype in a flat buffer, a chunk for each rank; ``forms.extensions`` has a subclass for bytes."""
 
     params: Sequence[FSDPParam]
     """Parameters in the order in which they lie in the flat buffer."""
@@ -345,8 +345,8 @@ class FlatParam:
     group: Group = field(init=False)
     """``ParamGroup`` of these parameters in the present engine; replicated ones have none."""
     add_sum: Callable[[Iterable[tuple[int, Tensor]], Sequence[bool]], None] = field(init=False)
-    """Function that takes a sum over the ranks of a shard: ``add_to_grad``, or with replicas the method
-    ``PartialReduceOutput.add``, which ``ReplicaSums.bind`` sets."""
+    """Function that receives each sum over the ranks of a shard: ``add_to_grad``, or with replicas the method
+    ``PartialReduceOutput.add``, which ``ReplicaSums.bind`` sets in each new engine."""
 
     def __post_init__(self) -> None:
         self.add_sum = self.add_to_grad
