@@ -527,6 +527,15 @@ def test_a_time_out_names_the_last_collectives_and_where_ranks_were(tmp_path: Pa
     assert told, ran.stderr
     trace = pickle.loads((Path(told[1]) / f"{told[2]}0").read_bytes())
     assert [entry["profiling_name"] for entry in trace["entries"]][-1] == "gloo:all_reduce"
+    command = [Path(sys.executable).with_name("torchfrtrace"), *told[0].split()[1:]]
+    (tmp_path / "tabulate.py").write_text("def tabulate(rows, headers): return str(rows)")
+    shown = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    assert "all_reduce" in shown.stdout + shown.stderr, shown.stderr
+
+    # the recorder's file of that run does not make a death of the next one a time-out, wherever it is started
+    (tmp_path / "runs/error.json").write_text("{}")
+    ran = yafsdp_cc(*TWO, alone(tmp_path, "os.kill(os.getpid(), 9)"), folder=tmp_path, main=forking)
+    assert (ran.returncode, "torchfrtrace" in ran.stderr) == (137, False), ran.stderr
 
 
 @LONG

@@ -118,13 +118,28 @@ def test_ranks_of_a_stage_are_named_by_their_numbers_in_the_world() -> None:
         watch.step()
 
 
+@ranks(4)
+def test_watches_of_a_run_that_restarts_come_to_every_unit() -> None:
+    model, _ = replicated("ours")
+    if dist.get_rank() == 3:
+        flip_a_bit(model, "2.0.weight", random.Random(0))
+
+    def until_it_is_found() -> None:
+        for _ in range(100):
+            yafsdp_cc.DivergenceWatch(model, every=1).step()
+
+    with pytest.raises(yafsdp_cc.DivergenceError, match=r"another '2\.0\.weight'"):
+        until_it_is_found()
+
+
+@pytest.mark.parametrize("flip", [1.0, 0.5, float("inf")])
 @ranks(2)
-def test_steps_of_an_optimizer_that_differ_are_named() -> None:
+def test_steps_of_an_optimizer_that_differ_are_named(flip: float) -> None:
     model, optimizer = replicated("ours", replicas=2)
     watch = yafsdp_cc.DivergenceWatch(model, optimizer, every=1)
     step(model, optimizer)
     if dist.get_rank() == 1:
-        optimizer.state[next(model.parameters())]["step"] += 1
+        optimizer.state[next(model.parameters())]["step"] += flip
     with pytest.raises(yafsdp_cc.DivergenceError, match=r"another 'optimizer's step of 0.0.weight' than rank 0, "):
         watch.step()
 

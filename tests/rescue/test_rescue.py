@@ -613,6 +613,7 @@ def test_no_more_than_every_steps_are_lost_at_any_moment(
                 rescue.step()
                 assert every > 1 or rescue.newest() == step + 1
             rescue._wait()
+            yafsdp_cc.Rescue._open.clear()  # the next turn stands for a program that is started again
             lost += rescue.lost
         return lost, rescue.begun
 
@@ -744,7 +745,7 @@ def test_a_path_is_that_of_the_working_directory_in_which_it_was_named(tmp_path:
     on_ranks(1, body)
 
 
-def test_a_second_one_in_a_program_is_refused_until_the_first_is_closed_or_gone(tmp_path: Path) -> None:
+def test_a_second_one_in_a_program_is_refused_until_the_first_is_closed(tmp_path: Path) -> None:
     def body() -> None:
         os.environ[MEMORY] = str(tmp_path / "run")
         first = yafsdp_cc.Rescue(nn.Linear(2, 2), every=1)
@@ -753,8 +754,10 @@ def test_a_second_one_in_a_program_is_refused_until_the_first_is_closed_or_gone(
         first.close()
         second = yafsdp_cc.Rescue(nn.Linear(2, 2), every=1)
         assert second.restore() == 0
-        del second
-        assert yafsdp_cc.Rescue(nn.Linear(2, 2), every=1).restore() == 0
+        second.step()
+        second.step()
+        del second  # whose snapshots the third one would load
+        assert "another Rescue, perhaps dropped" in refusal(yafsdp_cc.Rescue(nn.Linear(2, 2), every=1).restore)
 
     on_ranks(2, body)
 

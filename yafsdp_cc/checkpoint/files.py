@@ -34,6 +34,7 @@ from typing import IO, Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 METADATA = ".metadata"
 """Name of the file with a checkpoint's table of contents."""
@@ -313,23 +314,30 @@ def read_extra(ranks: Sequence[Callable[[], dict[str, Any]]], rank: int, world: 
     """Return this rank's extra data; with another number of ranks than saved, only the data that all ranks saved alike.
 
     A warning names what is left out: two ranks with one rank's random state, for example, would draw the same numbers.
-    ``ranks`` are the ``extra_readers`` of the checkpoint in ``folder``.
+    So random states that a single rank saved are left out, too. ``ranks`` are the checkpoint's ``extra_readers``.
     """
     if len(ranks) in (0, world):
         return ranks[rank]() if ranks else {}
     alike = ranks[0]()
     named = set(alike)
+    if len(ranks) == 1:
+        alike = {name: value for name, value in alike.items() if not any(map(_is_random_state, tree_leaves(value)))}
     for read in ranks[1:]:  # read one extra file at a time: each may have residuals as large as the model
         other = read()
         named |= other.keys()
         alike = {name: value for name, value in alike.items() if name in other and same(other[name], value)}
     if own := sorted(name for name in named - alike.keys() if not name.startswith("_wire")):
         warnings.warn(
-            f"{folder} was saved by {len(ranks)} ranks and is loaded by {world}: {', '.join(own)} differed between "
-            "ranks and is left out",
+            f"{folder} was saved by {len(ranks)} ranks and is loaded by {world}: {', '.join(own)} "
+            f"{'differed' if len(ranks) > 1 else 'is to differ'} between ranks and is left out",
             stacklevel=3,
         )
     return alike
+
+
+def _is_random_state(leaf: object) -> bool:
+    shape = torch.default_generator.get_state().shape
+    return isinstance(leaf, Tensor) and leaf.dtype == torch.uint8 and leaf.shape == shape
 
 
 def _load_extra(file: Path, crc: int | None, present: Present) -> dict[str, Any]:

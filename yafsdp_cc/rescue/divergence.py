@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections import Counter, defaultdict
 from collections.abc import Hashable
 from typing import TYPE_CHECKING
@@ -65,6 +66,8 @@ class DivergenceWatch:
         group = meet("DivergenceWatch.step()", self._model, {"steps": self._steps}).front
         if not (units := self._units()):
             return
+        if not self._compared:  # a run that restarts often would never come to the last units from the first one
+            self._compared = all_gather_objects(secrets.randbelow(len(units)), group)[0]
         unit = list(units)[self._compared % len(units)]
         self._compared += 1
         known = set().union(*units.values())
@@ -74,7 +77,9 @@ class DivergenceWatch:
         for optimizer in self._optimizers:
             for parameter, state in optimizer.state.items():
                 if "step" in state and (parameter in known or parameter not in names):
-                    own[f"optimizer's step of {names.get(parameter, 'a parameter')}"] = ((), int(state["step"]))
+                    steps = state["step"]
+                    value = checksum(local_of(steps)) if isinstance(steps, Tensor) else steps
+                    own[f"optimizer's step of {names.get(parameter, 'a parameter')}"] = ((), value)
         values: defaultdict[tuple[str, Hashable], dict[int, int]] = defaultdict(dict)
         ranks = dist.get_process_group_ranks(group[0]) if group else [0]
         for rank, each in zip(ranks, all_gather_objects(own, group), strict=True):

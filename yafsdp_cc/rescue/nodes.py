@@ -142,6 +142,8 @@ def transfer(
                         if each.size:
                             os.posix_fallocate(file.fileno(), 0, each.size)
         except OSError as error:  # ``Rescue.restore`` tries another snapshot after a ``ValueError``
+            for each in received:
+                _part_of(folder, each).unlink(missing_ok=True)  # an earlier snapshot needs the room
             raise ValueError(str(error)) from error
     # Issue all receives first: ranks that only received once their own message was taken could wait in a circle.
     parts = ((each.source, part) for each in received for part in _mapped(_part_of(folder, each), each.size))

@@ -11,7 +11,6 @@ that, if it takes as long as the last one, it is whole ``every`` steps after tha
 
 from __future__ import annotations
 
-import gc
 import io
 import os
 import pickle
@@ -71,8 +70,6 @@ if TYPE_CHECKING:
 STEPS, RANDOM = "steps", "random_states"
 """Names in the extra files for the number of finished steps and for the random states."""
 
-_all: weakref.WeakSet[Rescue] = weakref.WeakSet()
-
 
 class Rescue:
     """Keeps snapshots of training in memory, and goes on from the last one after ranks or a node have died.
@@ -102,6 +99,8 @@ class Rescue:
 
     _closed: ClassVar[int] = 0
     """Number of closed Rescues of this program, after which the next one names its folder, alike after a restart."""
+    _open: ClassVar[dict[Path, weakref.ref[Rescue]]] = {}
+    """The Rescue of each run's folder that is between ``restore`` and ``close``; a program may have dropped it."""
 
     def __init__(
         self,
@@ -168,7 +167,6 @@ class Rescue:
         """Optimizers that have stepped since the last call of ``step``."""
         hook = register_optimizer_step_post_hook(lambda optimizer, *_: stepped.add(optimizer))
         weakref.finalize(self, hook.remove)
-        _all.add(self)
         self._engines: list[GroupContext] = []
 
     @torch.inference_mode(False)  # tensors made in inference mode cannot be trained on
@@ -188,11 +186,10 @@ class Rescue:
             RuntimeError: not all ranks have called this; or training goes on, and there is nothing to go back to yet;
                 or another Rescue of this program has snapshots.
         """
-        gc.collect()  # frees a deleted Rescue that a cycle of references still holds
-        if any(each._steps >= 0 and each is not self and each._run == self._run for each in list(_all)):
+        if (other := Rescue._open.get(self._run)) is not None and other() is not self:
             raise RuntimeError(
-                "Rescue.restore(): this program has another Rescue, and snapshots of both would take each other's "
-                "place: call close() of that one first"
+                "Rescue.restore(): this program has another Rescue, perhaps dropped, and snapshots of both would take "
+                "each other's place: call close() of that one first, behind its loop"
             )
         with suppress(RuntimeError):  # raised if the last snapshot was not written: an earlier one is loaded
             self._wait()
@@ -228,6 +225,7 @@ class Rescue:
                 f"first snapshot is whole {self._every} steps after the start"
             )
         self._steps = self._started = self._whole = steps
+        Rescue._open[self._run] = weakref.ref(self)
         self._next = steps + self._every - self._took
         self._tell_progress()
         if self._nodes.is_first:
@@ -365,6 +363,7 @@ class Rescue:
                         "and save(another_path, model, optimizer), or call close() again, which removes them"
                     )
             Rescue._closed, self._steps = Rescue._closed + 1, -1
+            del Rescue._open[self._run]
         if self._lock is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._lock.close()

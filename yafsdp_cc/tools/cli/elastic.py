@@ -441,13 +441,11 @@ def _report(job: _Job, failures: Mapping[int, ProcessFailure]) -> int:
         print(f"yafsdp-cc: rank {failure.rank} failed after it: {failure.summary}", file=sys.stderr)
     print(f"yafsdp-cc: the output of every rank is in {job.folder}", file=sys.stderr)
     prefix = Path(os.environ["TORCH_FR_DUMP_TEMP_FILE"])
-    # ignore flight-recorder files of earlier attempts: torch makes the folders of error files when an attempt begins
-    folders = [Path(failure.error_file).parent.parent for failure in failures.values() if failure.error_file]
-    began = min((folder.stat().st_mtime for folder in folders), default=0.0)
+    began = job.logs.began if job.logs is not None else 0.0  # older flight-recorder files are of earlier attempts
     if any(file.stat().st_mtime >= began for file in prefix.parent.glob(f"{prefix.name}*")):
         print(
-            "yafsdp-cc: a collective timed out; logs end with where each rank was, and this shows their last "
-            f"collectives: torchfrtrace {prefix.parent} --prefix {prefix.name} --allow-incomplete-ranks -j",
+            "yafsdp-cc: a collective timed out; logs end with where each rank was. pip install tabulate, and see "
+            f"their last collectives: torchfrtrace {prefix.parent} --prefix {prefix.name} --allow-incomplete-ranks -j",
             file=sys.stderr,
         )
     if lines:
@@ -462,7 +460,7 @@ def _report(job: _Job, failures: Mapping[int, ProcessFailure]) -> int:
 
 def _in_order(failures: Mapping[int, ProcessFailure]) -> list[Failure]:
     """Return this node's failures, the first cause first. (torch compares whole seconds, and drops the reasons.)"""
-    written = [Path(failure.error_file) for failure in failures.values() if failure.error_file]
+    written = [Path(failure.error_file) for failure in failures.values() if os.path.isabs(failure.error_file)]
     wrote = []
     for file in {file for path in written for file in path.parent.parent.glob("*/error.json")}:  # errors of all ranks
         message = json.loads(file.read_text())["message"]

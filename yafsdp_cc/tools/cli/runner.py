@@ -13,6 +13,7 @@ import gc
 import io
 import json
 import os
+import pickle
 import re
 import runpy
 import signal
@@ -207,7 +208,14 @@ def _dump_collectives() -> None:
     trace = getattr(sys.modules["torch._C._distributed_c10d"], "_dump_fr_trace", None)  # private in torch: may be gone
     if trace is not None:
         with suppress(OSError, RuntimeError):  # the failure is then reported without this trace
-            Path(f"{prefix}{os.environ.get('RANK', '0')}").write_bytes(trace())
+            recorded = pickle.loads(trace())
+            groups = {pg.group_name: [*ranks] for pg, ranks in dist.distributed_c10d._world.pg_group_ranks.items()}
+            # torchfrtrace looks groups up here, and torch describes those of NCCL alone
+            recorded["pg_config"] = {
+                name: {"name": name, "desc": about, "ranks": str(groups.get(name, []))}
+                for name, about in {each["process_group"] for each in recorded["entries"]}
+            }
+            Path(f"{prefix}{os.environ.get('RANK', '0')}").write_bytes(pickle.dumps(recorded))
 
 
 _interrupts: list[int] = []
