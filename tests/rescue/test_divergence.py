@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 import yafsdp_cc
 from tests.ranks import on_ranks, ranks
 from tests.soak import SOAK, also
+from yafsdp_cc.rescue.memory import MEMORY
 
 
 def replicated(way: str, replicas: int = 2) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -116,6 +119,33 @@ def test_ranks_of_a_stage_are_named_by_their_numbers_in_the_world() -> None:
     told = pytest.raises(yafsdp_cc.DivergenceError, match="rank 3 had another 'weight' than rank 2, and")
     with told if dist.get_rank() > 1 else nullcontext():
         watch.step()
+
+
+def test_a_rescue_that_is_closed_behind_a_flip_goes_back_to_the_checkpoint(tmp_path: Path) -> None:
+    def body() -> None:
+        os.environ[MEMORY] = str(tmp_path / "run")
+        model, optimizer = replicated("ours", replicas=2)
+        watch = yafsdp_cc.DivergenceWatch(model, optimizer, every=6)
+        rescue = yafsdp_cc.Rescue(model, optimizer, every=1, path=tmp_path / "last", save_every=4)
+        for done in range(rescue.restore(), 6):
+            step(model, optimizer)
+            if done == 3:
+                saved = {name: each.to_local().clone() for name, each in model.named_parameters()}
+            elif dist.get_rank() == 1 and done == 4:
+                flip_a_bit(model, "0.1.bias", random.Random(0))  # replicated, so in each comparison
+            if done < 5:
+                watch.step()
+                rescue.step()
+        with pytest.raises(yafsdp_cc.DivergenceError):
+            watch.step()
+        rescue.close()
+        again = yafsdp_cc.Rescue(model, optimizer, every=1, path=tmp_path / "last", save_every=4)
+        assert again.restore() == 4
+        for name, each in model.named_parameters():
+            assert each.to_local().equal(saved[name]), name
+        again.close()
+
+    on_ranks(2, body)
 
 
 @ranks(4)
