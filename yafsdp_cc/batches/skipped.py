@@ -140,7 +140,7 @@ class _CollectiveLog:
             self.ops.append(op)
 
     def close(self, block: int, reason: str, has_ended: bool) -> list[_Op]:
-        """Close the log of the block of this number, which this rank may not have entered yet; return its entries."""
+        """Close the log of block number ``block``, perhaps not begun yet, to further entries; return its entries."""
         with self.lock:
             self.closed, self.reason, self.has_ended = block, reason, self.has_ended or has_ended
             self.handled += 1

@@ -142,7 +142,7 @@ class Extension(NamedTuple):
 
 
 def row_layout(shape: Sequence[int], world: int) -> Layout:
-    """Lay out one parameter by rows, as FSDP2 does: ``ceil(shape[0] / world)`` on each rank, padded on the last."""
+    """Lay out one parameter by rows, as FSDP2 does: ``ceil(shape[0] / world)`` on each rank, the last ones padded."""
     extent = Extent(tuple(shape), 0, torch.Size(shape).numel())
     rows = -(-shape[0] // world)
     return Layout((extent,), (rows * torch.Size(shape[1:]).numel(),) * world)

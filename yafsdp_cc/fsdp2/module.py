@@ -174,8 +174,7 @@ class ShardedModule(FSDPModule, nn.Module):
         self._change_setting(False, "unshards_in_backward", unshard_in_backward)
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Set which modules are gathered when this module is about to run, instead of those that ran next the last
-        time.
+        """Set which modules are gathered when this module is about to run, not those that ran next the last time.
 
         Blocks share as many weight buffers as the longest list of ``modules`` has entries, plus one; at least two.
         """
@@ -195,7 +194,7 @@ class ShardedModule(FSDPModule, nn.Module):
             state.post_optim_event = None if event is None else (event, [group.versions() for group in state.groups])
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Load like torch's method; names in ``state_dict`` may lack ``torch.compile``'s prefix, as in full ones."""
+        """Load like torch's method; names may lack the prefix of ``torch.compile``, as in a ``full_state_dict``."""
         if isinstance(state_dict, Mapping) and any(_name_here(self, name) != name for name in state_dict):
             versions = getattr(state_dict, "_metadata", None)
             state_dict = OrderedDict((_name_here(self, name), value) for name, value in state_dict.items())
@@ -463,7 +462,7 @@ def _check_bool(name: str, value: object) -> None:
 
 
 def _check_apply(name: str, parameter: FlatDTensor, fn: Callable[[Tensor], Tensor], *, is_late: bool) -> None:
-    """Raise a ``RuntimeError`` if ``fn`` would move or convert the sharded parameter ``name`` where it cannot."""
+    """Raise a ``RuntimeError`` if ``fn`` would move the sharded parameter ``name``, or convert it where it may not."""
     local, after = parameter._local_tensor, fn(parameter._local_tensor)
     if after is local or (local.is_meta and after.dtype == local.dtype):
         return
@@ -868,6 +867,7 @@ def unshard_model(model: Model, *, rank0_only: bool = False, device: torch.devic
 
     Returns:
         ``model`` itself.
+
     Raises:
         ValueError: ``model`` is only a part of what was passed to ``shard``.
         RuntimeError: called inside a forward or a backward, or inside ``whole_parameters``.

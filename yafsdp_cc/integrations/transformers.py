@@ -62,7 +62,7 @@ def _run_together(model: nn.Module) -> None:
     """Make ``generate`` and LayerDrop call the model's units equally often on every rank.
 
     Transformers looks for the attribute ``MANAGED``: ``Seq2SeqTrainer`` and ``generate`` on the model, LayerDrop on the
-    module that holds the layers. Units and modules in them do not get the attribute: torch.compile refuses it there.
+    module that holds the layers. Units and modules in them do not get it: torch.compile refuses modules with it.
     """
     model.__dict__.pop("generate", None)
     units = {module for module in model.modules() if isinstance(module, ShardedModule)} - {model}

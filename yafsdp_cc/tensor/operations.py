@@ -63,7 +63,7 @@ def _of_own_shape(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     flat, size, *rest = (*args, None)[: max(len(args), 2)]
     local, spec = flat._local_tensor, flat.shard_spec
     if func is aten.detach.default and torch.is_inference_mode_enabled():
-        with torch.inference_mode(flat.is_inference()):  # as in torch, no inference tensor if ``flat`` is none
+        with torch.inference_mode(flat.is_inference()):  # as in torch: an inference tensor only if ``flat`` is one
             return wrap(local, spec)
     if size is not None and tuple(size) != tuple(spec.global_shape):
         if func is aten.expand.default and not spec.shape:

@@ -171,7 +171,7 @@ LOSES_STEPS = {
 
 @functools.cache
 def refusal_of(kind: type[Optimizer]) -> tuple[str, int]:
-    """Return the message that refuses optimizers of ``kind`` ("": none), and from which ``dim()`` of parameters."""
+    """Return the message that refuses optimizers of ``kind``, or "", and the least ``dim()`` of refused parameters."""
     if kind.__module__.partition(".")[0] in _QUANTISE_STATE:
         return _QUANTISES_STATE.replace("{optimizer}", f"{kind.__module__}.{kind.__name__}"), 0
     names = (f"{base.__module__.partition('.')[0]}.{base.__name__}" for base in kind.__mro__)

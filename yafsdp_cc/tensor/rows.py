@@ -49,7 +49,7 @@ class RowShardSpec(ShardSpec):
 
 
 def first_rows(rows: int, world: int) -> list[int]:
-    """Return ``world + 1`` numbers of rows: rank r of ``Shard(0)`` holds the rows ``first[r]:first[r + 1]``."""
+    """Return ``world + 1`` row numbers ``first``: rank r of ``Shard(0)`` holds the rows ``first[r]:first[r + 1]``."""
     most = -(-rows // world)
     return [min(rank * most, rows) for rank in range(world + 1)]
 

@@ -388,7 +388,7 @@ def _run(
     tracker = MemTracker()
     tracker.track_external(model)
     for frozen in (each for each in model.parameters() if not each.requires_grad):
-        # give frozen parameters handles: for others the tracker registers hooks, which torch refuses on frozen ones
+        # give frozen parameters handles: without them the tracker would register hooks, which torch refuses on these
         tracker._param_to_grad_hook_handles[frozen] = (RemovableHandle(OrderedDict()),) * 2
     before = _total(tracker.get_tracker_snapshot())
     flops = FlopCounterMode(display=False)

@@ -31,7 +31,7 @@ BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
 
 class Event:
-    """Stands for an event, and for a stream that is only waited for, on devices without CUDA."""
+    """Stands for an event, and for a stream of CUDA that is only waited for, on simulated devices."""
 
     device_index = 0
 

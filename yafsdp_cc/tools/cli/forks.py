@@ -47,7 +47,7 @@ def install(*, is_forking: bool) -> None:
         def close(self, death_sig: signal.Signals | None = None) -> None:
             with suppress(ProcessLookupError):  # the fork server reaps a fork as soon as it ends
                 super().close(death_sig)
-                os.killpg(self.proc.pid, signal.SIGCONT)  # a stopped process ends only when continued
+                os.killpg(self.proc.pid, signal.SIGCONT)  # a stopped process handles ``death_sig`` once it goes on
 
     # torch's agent takes the handler of ranks from this attribute; it has no argument for the handler
     setattr(api, "get_subprocess_handler", Handler)  # noqa: B010  (mypy forbids the assignment)

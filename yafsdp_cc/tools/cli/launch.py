@@ -146,7 +146,7 @@ def _from_slurm(parser: argparse.ArgumentParser) -> dict[str, Any]:
         "nnodes": str(nodes),
         "node_rank": int(os.environ["SLURM_NODEID"]),
         "master_addr": re.sub(r"\[(\d+)[^]]*\]", r"\1", first.group() if first else ""),
-        "master_port": 20000 + job % 12000,  # a port below the ephemeral ones, chosen by the Slurm step
+        "master_port": 20000 + job % 12000,  # below the ephemeral ports; Slurm's steps get different ports
     }
 
 

@@ -163,7 +163,7 @@ def _flush_files() -> None:
     for each in gc.get_objects():
         if issubclass(type(each), (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)):
             with suppress(Exception):  # a closed file, a full disk, a class of the script's
-                if stat.S_ISREG(os.fstat(each.fileno()).st_mode):  # the flush of a pipe could block
+                if stat.S_ISREG(os.fstat(each.fileno()).st_mode):  # a flush of a pipe that nobody reads would block
                     each.flush()
 
 
@@ -210,7 +210,7 @@ def _dump_collectives() -> None:
         with suppress(OSError, RuntimeError):  # the failure is then reported without this trace
             recorded = pickle.loads(trace())
             groups = {pg.group_name: [*ranks] for pg, ranks in dist.distributed_c10d._world.pg_group_ranks.items()}
-            # torchfrtrace looks groups up here, and torch describes those of NCCL alone
+            # torchfrtrace looks groups up in ``pg_config``, in which torch describes those of NCCL alone
             recorded["pg_config"] = {
                 name: {"name": name, "desc": about, "ranks": str(groups.get(name, []))}
                 for name, about in {each["process_group"] for each in recorded["entries"]}

@@ -43,7 +43,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 FIRST_ROUND = 0.75
 """Share of the time for all rounds that the first round may take: it makes more steps to show how the loss falls."""
 SHORT, TIMED = 2, 8
-"""Most steps before the timed ones, in rounds after the first; timed steps of a run, more if the script is short."""
+"""Most steps before the timed ones, in rounds after the first; most timed steps of a run, unless scripts are short."""
 PATIENCE = 30.0
 """Seconds that a run may exceed its own time before it is ended by force; half of the time left is always allowed."""
 WIDTHS = {"c10::BFloat16": 2, "c10::Half": 2, "float": 4, "double": 8}
