@@ -98,7 +98,7 @@ class Agreement(StepState):
         self.followers[self.path] = self.followers[self.context] = self.hash(operation)
 
     def _goes_on(self, operation: Operation) -> bool:
-        """Return whether ``operation`` continues a series like "gather 1", "gather 2"; three series may alternate."""
+        """Return whether ``operation`` continues a series like "gather 1", "gather 2"; up to three may alternate."""
         for period in range(1, _SHOWN // 2 + 1):
             before = list(self.last)[-2 * period :: period]
             if len(before) == 2 and (step := _next_number(*before)) is not None:
@@ -165,7 +165,7 @@ class Agreement(StepState):
 
 
 def _next_number(before: Operation, after: Operation) -> tuple[int, int] | None:
-    """Return where the names of two groups differ by one number, and by how much; None if more than that differs."""
+    """Return the place of the only number by which the names of two groups differ, and the difference; else None."""
     old, new = re.split(r"(\d+)", before[1]), re.split(r"(\d+)", after[1])
     places = [place for place, (one, other) in enumerate(zip(old, new, strict=False)) if one != other]
     is_like = before[0] == after[0] and before[2:] == after[2:] and len(old) == len(new)

@@ -51,7 +51,7 @@ class GateGradFlow(torch.autograd.Function):
 
 
 class Narrow(torch.autograd.Function):
-    """Identity on a view of the weight buffer, applied by ``narrow``; its backward writes the parameter's gradient.
+    """Identity on a view of the weight buffer, by ``narrow``; its backward writes the gradient and passes none on.
 
     Autograd first casts the gradient of the view to the view's dtype, so where weights are in fp8
     (``forms.extensions``) the view is a placeholder in the forward's dtype.

@@ -153,7 +153,7 @@ _MASK = (1 << 64) - 1
 _LONG, _SHORT = 1_000_003, 256 * 1_000_003
 """Factors of running 64-bit hashes: eight multiplications by ``_SHORT`` shift out all bits of an old value."""
 FINAL_REDUCE = "final reduce"
-"""Kind of the operation that ends a backward: after it, gradients are final in ``.grad``."""
+"""Kind of the operation after which gradients are final; a backward that keeps them for a later one has none."""
 
 
 class CollectiveFingerprint(Agreement):

@@ -11,7 +11,7 @@ from yafsdp_cc.engine.streams import CommHandle, CommStream, Finish, Start
 
 
 class CudaCommHandle(CommHandle):
-    """A handle whose event comes behind the completion callback or, with a next operation, right before the latter.
+    """A handle whose event comes behind the completion callback or, once there is a next operation, right before that.
 
     [Note: collectives first] A kernel of a collective that becomes ready together with a matrix product loses: the
     product takes all multiprocessors, and the network stands still until it is over, 0.7 ms on an H200. So whoever

@@ -353,12 +353,12 @@ class ShardSpec:
         return (shard_group(self.mesh), *(() if self.tensor_parallel is None else self.tensor_parallel.groups))
 
     def local_of(self, unsharded: Tensor) -> Tensor:
-        """Return this rank's elements, as a ``local_shape`` view, of a tensor of ``self.shape``."""
+        """Return this rank's elements, in ``local_shape``, of a tensor of ``self.shape``: a view or a copy."""
         start, stop = self.local_range()
         return unsharded.reshape(-1)[start:stop].view(self.local_shape)
 
     def local_of_full(self, full: Tensor) -> Tensor:
-        """Return this rank's elements, as a ``local_shape`` view, of a tensor of ``self.global_shape``."""
+        """Return this rank's elements, in ``local_shape``, of a tensor of ``self.global_shape``: a view or a copy."""
         return self.local_of(full if self.tensor_parallel is None else self.tensor_parallel.local_of(full))
 
     def matches(self, other: ShardSpec) -> bool:

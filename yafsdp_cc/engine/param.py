@@ -318,7 +318,7 @@ def _viewers(buffer: Tensor) -> int:
 
 @dataclass(eq=False)
 class FlatParam:
-    """Parameters of one dtype in a flat buffer, a chunk for each rank; ``forms.extensions`` has one for bytes."""
+    """Parameters of one dtype in a flat buffer, a chunk for each rank; subclasses in ``forms`` store it otherwise."""
 
     params: Sequence[FSDPParam]
     """Parameters in the order in which they lie in the flat buffer."""

@@ -195,7 +195,7 @@ class ParamGroup(StepState):
     held: UnshardedParams | None = transient(None)
     """Weights gathered outside of a forward, by ``unshard()`` of the module."""
     registered: list[Sequence[Tensor]] = transient(list)
-    """Weights that the group's modules show, an entry for each forward or backward under way, the innermost last."""
+    """Weights that the group's modules show: one entry for ``held``, one per forward or backward, innermost last."""
     registers_held: bool = transient(False)
     """Whether the group's modules show the weights in ``held`` as their parameters."""
     accepts_in: int | None = transient(None)
@@ -272,7 +272,7 @@ class ParamGroup(StepState):
         return buffer.versions[place] if buffer.owner is self else None, self.unsharded.flat[place]
 
     def prefetch(self) -> None:
-        """Gather the weights into the assigned buffer unless it has users. A wrong prefetch costs only time."""
+        """Gather the weights into the assigned buffer unless it has users. A skipped or lost one costs only time."""
         buffer = self.unsharded.buffer
         if self.flats and buffer.users == 0 and not self.is_in(buffer):
             self._all_gather(self.unsharded)
@@ -359,7 +359,7 @@ class ParamGroup(StepState):
                 param.register_sharded()
 
     def use(self, unsharded: UnshardedParams) -> UnshardedParams:
-        """Begin a use of ``unsharded``, or of an overflow buffer if its buffer is in use; gather if needed."""
+        """Begin to use ``unsharded``, or an overflow buffer if other weights are in use there; gather if needed."""
         if not self.is_in(unsharded.buffer):
             if unsharded.buffer.users:
                 unsharded = self.overflow()

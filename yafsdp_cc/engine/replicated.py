@@ -171,7 +171,7 @@ class ReplicatedParams:
         return trained, inputs
 
     def register_sharded(self) -> None:
-        """Let the modules read the replicated parameters themselves again, in place of copies."""
+        """Let the modules read the replicated parameters themselves again."""
         for param in self.params:
             param.register_sharded()
 

@@ -142,7 +142,7 @@ class FSDPState(_ModelStep):
         for index, param in enumerate(self.params):
             param.index = index
         self.root_replicated: tuple[FSDPParam, ...] = ()
-        """Replicated parameters outside of all groups' modules: a forward may use them before any group, or never."""
+        """Replicated parameters of no group's modules: a rank's forward may use them before its first group, or not."""
         self.outdated = False
         """Whether a setting has changed that takes effect only when the engine is made anew."""
         self.retired = False

@@ -43,7 +43,7 @@ def shard_rank(mesh: DeviceMesh) -> int:
 
 
 def all_groups(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
-    """Return the shard group, then the replicate group if there is one: together they reach all ranks of the mesh."""
+    """Return the shard group, then the replicate group if any: a collective over each in turn reaches all ranks."""
     replicas = replicate_group(mesh)
     return [shard_group(mesh), *([] if replicas is None else [replicas])]
 

@@ -286,7 +286,7 @@ def _communicators(info: MeshInfo, *, separate: bool) -> tuple[Communicator, Com
 
 
 def _derived_group(info: MeshInfo, size: int) -> dist.ProcessGroup:
-    """Return a group of ``size`` neighbours in the shard group, this rank included. The first call is a collective."""
+    """Return another group of ``size`` neighbours in the shard group, with this rank. A collective at first."""
     group = info.shard_group
     first = group.rank() // size * size
     members = dist.get_process_group_ranks(group)[first : first + size]

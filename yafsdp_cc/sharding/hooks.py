@@ -107,7 +107,7 @@ def install_hooks(module: nn.Module, part: nn.Module | None = None) -> list[Any]
             _explain_gated_write(error)
             state.drop_interrupted()  # an interrupt may have ended an earlier forward
         if state is None or not state.entered.get(hooked):
-            return output  # a hook has raised before ``pre_forward`` could enter this forward
+            return output  # a hook, perhaps ``pre_forward``, has raised before this forward was entered
         finish = state.entered[hooked].pop()
         try:
             return output if finish is None else finish(output)
@@ -203,7 +203,7 @@ def _uncompiled(hook: Callable[..., Any], traced: bool) -> Callable[..., Any]:
         return hook(*args)
 
     setattr(call, OF_ENGINE, True)
-    # ``module.compile()`` compiles each hook alone; ``skip`` excludes ``call``, but not the functions in ``call``
+    # ``module.compile()`` compiles each hook alone; ``skip`` excludes ``call``, but not what ``call`` calls
     return call if traced else torch._dynamo.decorators.skip(call)
 
 

@@ -123,7 +123,7 @@ def _trial_numbers(comm: Communicator) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def _try_exchange(gather: Communicator, reduce: Communicator, dtype: torch.dtype) -> str:
-    """Try an all-gather and a sum on numbers that add exactly in any order; return what went wrong, or ""."""
+    """Try an all-gather and a sum on numbers that add exactly in any order and dtype; return what went wrong, or ""."""
     device, (mine, totals) = gather.device, _trial_numbers(gather)
     grads = mine.to(device, dtype).view(-1)
     gathered = torch.zeros_like(grads)

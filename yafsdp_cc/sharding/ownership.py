@@ -93,7 +93,7 @@ def assign_owners(
         work: floating-point operations per Newton-Schulz iteration of each rank so far; new ones are added.
 
     Raises:
-        ValueError: ``ownership`` is a text other than "flat" and "matrix", or a pattern fits no parameter or no matrix.
+        ValueError: ``ownership`` is a text other than "flat" and "matrix", or a pattern fits nothing or a non-matrix.
     """
     if isinstance(ownership, str):
         if ownership not in (FLAT, MATRIX):

@@ -30,10 +30,10 @@ from yafsdp_cc.engine.spec import Role
 from yafsdp_cc.forms.subclasses import PLAIN, plain_parameter, subclass_of, tensors_of
 
 TAKE_TURNS = ("block", "nested")
-"""Roles with many units, which take two buffers or more in turn. Units of any other role share one buffer."""
+"""Roles with many units, which take buffers in turn, two by default. Units of any other role share one buffer."""
 Entry = str | type[nn.Module] | nn.Module | Sequence[nn.Module]
 Units = str | type[nn.Module] | nn.Module | Collection[Entry] | Callable[[str, nn.Module], bool]
-"""Argument ``units``: "auto"; class names, ``*`` patterns of names, classes; modules; a predicate (name, module)."""
+"""Argument ``units``: "auto"; class names, module names with ``*``, classes; modules; a predicate (name, module)."""
 
 ROOT = "(root)"
 SMALL = 256
@@ -43,7 +43,7 @@ SMALL_VECTOR = 2**20
 EDGE = 65_536
 """Number of elements below which an embedding or head belongs to the root, as does one under 1 % of the model."""
 LARGE_EDGE = 2**24
-"""Number of elements that make an embedding or head an edge: 1 % of a very large model exceeds its largest block."""
+"""Elements from which an embedding or head is always an edge: 1 % of a very large model exceeds its largest block."""
 
 
 # Parameters: each once, with every module that holds it ---------------------------------------------------------------
@@ -453,7 +453,7 @@ def repeated_classes(model: nn.Module) -> str:
 
 
 def _listed(model: nn.Module) -> list[nn.Module]:
-    """Return the entries of all lists of modules (``LISTS``) that have a forward and are no lists themselves."""
+    """Return the entries of all lists of modules (``LISTS``) that have a forward and are no plain lists themselves."""
     paths = [path for _, path in walk(model) if len(path) > 1 and isinstance(path[-2], LISTS)]
     return [path[-1] for path in paths if type(path[-1]) not in LISTS and is_called(path[-1])]
 
@@ -507,7 +507,7 @@ def _numel(modules: Iterable[nn.Module]) -> int:
 
 
 def _no_blocks(model: nn.Module, paths_of: Paths) -> str:
-    """Return an error message that suggests units: classes with at least a tenth of the parameters below the root."""
+    """Return an error message that suggests units: classes below the root with at least a tenth of the parameters."""
     called = [module for module in model.modules() if module is not model and is_called(module)]
     below = [module for module in called if type(module) not in LISTS]
     large = _large_classes([module for module in below if not is_edge(module)], paths_of)
