@@ -174,34 +174,34 @@ class Observer:
     """
 
     def assembled(self, state: object) -> None:
-        """Note that the engine was made, perhaps anew; ``state`` is its ``FSDPState``. No collective is in flight."""
+        """Take note that the engine ``state``, an ``FSDPState``, was made, perhaps anew. No collective is in flight."""
 
     def before_forward(self) -> None:
-        """Note that a root's forward begins; collectives issued here have to be ``record``ed in the fingerprint."""
+        """Take note that a root's forward begins; collectives issued here must be ``record``ed in the fingerprint."""
 
     def after_forward(self) -> None:
-        """Note that a forward of the root with a graph is over, and its backward may come."""
+        """Take note that a forward of the root with a graph is over, and its backward may come."""
 
     def before_backward(self) -> None:
-        """Note that a backward has reached the model."""
+        """Take note that a backward has reached the model."""
 
     def before_gather(self, group: str, *, overflows: bool) -> None:
-        """Note that the all-gather of parameter group ``group`` is issued next, perhaps to an overflow buffer."""
+        """Take note that the all-gather of parameter group ``group`` is issued next, perhaps to an overflow buffer."""
 
     def before_reduce(self, group: str) -> None:
-        """Note that the reduce of the parameter group ``group`` is about to be issued."""
+        """Take note that the reduce of the parameter group ``group`` is about to be issued."""
 
     def after_reduce(self, group: str) -> None:
-        """Note that the reduce of the parameter group ``group`` was issued."""
+        """Take note that the reduce of the parameter group ``group`` was issued."""
 
     def before_wait(self) -> None:
-        """Note that the host is about to wait for a collective."""
+        """Take note that the host is about to wait for a collective."""
 
     def after_wait(self) -> None:
-        """Note that the host's wait for a collective is over."""
+        """Take note that the host's wait for a collective is over."""
 
     def after_backward(self) -> None:
-        """Note that all reduces of a backward were issued; the engine waits for them next."""
+        """Take note that all reduces of a backward were issued; the engine waits for them next."""
 
     def after_final_reduce(self) -> None:
-        """Note that the mean gradients of a backward are in ``.grad``, where only hooks may have changed them."""
+        """Take note that the mean gradients of a backward are in ``.grad``, where only hooks may have changed them."""

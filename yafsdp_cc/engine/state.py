@@ -474,7 +474,7 @@ class FSDPState(_ModelStep):
             iteration.awaited_version = None
 
     def reach(self, iteration: IterationState) -> Backward:
-        """Note that a backward has come to ``iteration``; return that backward."""
+        """Take note that a backward has come to ``iteration``; return that backward."""
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "a backward with create_graph=True went through a sharded model: weights that a second backward "
@@ -732,7 +732,7 @@ class IterationState:
         return list(gated[: len(tensors)])
 
     def pre_backward(self, _: Tensor) -> None:
-        """Note that a gradient has reached an output of the root."""
+        """Take note that a gradient has reached an output of the root."""
         self.state.reach(self)
 
     def post_backward(self, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
@@ -830,7 +830,7 @@ class GroupCall:
         return iteration
 
     def pre_backward(self, iteration: IterationState, _: Tensor | None = None) -> None:
-        """Note that a gradient has reached an output of this forward of the group."""
+        """Take note that a gradient has reached an output of this forward of the group."""
         state, group = iteration.state, self.group
         backward = state.reach(iteration)
         if self not in backward.reached:
@@ -852,7 +852,7 @@ class GroupCall:
             self.group.context.wait(self.group.grads.buffer.handle)
 
     def post_backward(self, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-        """Note that this call's gate has run: all gradients of the call are written."""
+        """Take note that this call's gate has run: all gradients of the call are written."""
         iteration = self.iteration
         state = iteration.state
         backward = state.reach(iteration)
