@@ -181,7 +181,7 @@ def load_state(
             ready = clip is not None or schedule.clip is None
             fits = ready and local is not None and load_local_residuals(state, local)
             schedule.resume_clip(clip if fits else None, state.context.device)
-        # unless saved residuals match on all ranks, begin with empty ones, and add their mean to the next gradients
+        # unless all ranks' saved residuals fit, begin with empty ones, and add the saved ones' mean to the next sums
         if not all(all_gather_objects(fits, group)):
             if not (residuals or estimates):  # a snapshot of ``Rescue`` has no mean residuals
                 with refused_together(*group):

@@ -292,7 +292,7 @@ def extra_name(rank: int, world: int) -> str:
 
 
 Present: TypeAlias = "Callable[[Collection[str]], AbstractContextManager[object]]"
-"""Function of file names; in the context that it returns, a folder has these files. Entering it may be a collective."""
+"""Function from file names to a context in which a folder has these files; entering and leaving may be collectives."""
 Beside: TypeAlias = "Callable[[], AbstractContextManager[object]]"
 """Function that returns a context in which a rank may read or write for long, such as ``ranks.Ticks.beside``."""
 

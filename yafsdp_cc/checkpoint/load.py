@@ -179,7 +179,7 @@ def load_from(
 
 
 def _named_as_saved(model: nn.Module, own: Mapping[str, Any], stored: Collection[Any]) -> nn.Module:
-    """Return ``model``, but if only the ``stored`` names begin with ``module.``, in a module by which its names do.
+    """Return ``model``; if only the ``stored`` names begin with ``module.``, in a module that adds this to its names.
 
     Earlier versions have saved an optimizer, but not its model, under the names of the DDP around the model.
     """

@@ -207,7 +207,7 @@ _SMALL = (str, int, float, bool, type(None), torch.Size, torch.dtype, type)
 
 
 def _is_small(value: object) -> bool:
-    """Return whether a pickled value is quick to hash, compare and print; nested tuples that share parts are not."""
+    """Return whether a pickled value is quick to hash, compare and print: tuples that share parts may fill memory."""
     if isinstance(value, metadata.MetadataIndex):
         return all(isinstance(each, _SMALL) for each in vars(value).values())
     if type(value) is tuple:

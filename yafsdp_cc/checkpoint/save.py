@@ -55,7 +55,7 @@ def _background() -> ThreadPoolExecutor:
 
 
 _under_way: set[Future[None]] = set()
-"""Asynchronous saves of this rank that are still being written."""
+"""Asynchronous saves of this rank that wait to be written or are being written."""
 
 for _forget in (_background.cache_clear, _under_way.clear):
     os.register_at_fork(after_in_child=_forget)  # threads do not survive a fork

@@ -542,7 +542,7 @@ def _codec_of(group: ParamGroup) -> str:
 
 def _buffer_waits(state: FSDPState, groups: Sequence[ParamGroup]) -> list[int]:
     """Return, for each group, the index of the last group whose reduce must end before it computes, or -1."""
-    if not state.context.reduce_stream.is_ordered:  # on a CPU issuing a reduce waits for the last
+    if not state.context.reduce_stream.is_ordered:  # on a CPU a reduce ends before the next is issued
         return [max(index - 2, -1) for index in range(len(groups))]
     last: dict[int, int] = {}
     waits = []

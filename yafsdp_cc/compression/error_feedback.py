@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from yafsdp_cc.engine.param import Divisor, FlatParam, FSDPParam
 
 PART = 327_680
-"""Number of elements that ``start`` of ``decode_sum`` is a multiple of: whole tiles of topk, five blocks of ternary."""
+"""Elements that ``start`` of ``decode_sum`` is a multiple of: whole tiles of topk, whole fives of ternary's blocks."""
 
 
 class Recursion(NamedTuple):
@@ -151,7 +151,7 @@ def encode(
         gradients: [messages, n], floating-point; zero in padding.
         message: [messages, bytes] uint8, overwritten.
         counts: [messages, blocks] int32, how many leading elements of each block are not padding; None: all.
-        residual: what earlier messages have lost; None: no error feedback.
+        residual: error feedback's state after earlier messages, overwritten; None: no error feedback.
         scale: factor that gradients are multiplied by first: one over the loss scale.
         noise: random numbers for stochastic rounding, without a residual.
     """

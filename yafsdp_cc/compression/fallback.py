@@ -89,7 +89,7 @@ class CodecFallback(CompressionObserver):
         self._codecs: dict[str, str] = {}
         """Codec that each collective's messages have fallen back to, by ``name_of``."""
         self._form: tuple[object, bool] = (None, False)
-        """Optimizer that set the phases, and whether messages held a momentum, when ``_forwards`` last began at 0."""
+        """Optimizer that set phases, and whether messages held a momentum, when ``_forwards`` was zeroed or loaded."""
         self._strikes: dict[str, int] = {}
         self._smallest: dict[str, float] = {}
         self._best, self._rises = float("inf"), 0

@@ -229,7 +229,7 @@ def _add_product(left: Tensor, right: Tensor, start: int, end: int, into: Tensor
     """Add elements ``start`` to ``end`` of ``left · rightᵀ`` to ``into``: whole rows, and parts of rows at the ends."""
     columns = right.shape[0]
     top, bottom = -(-start // columns), end // columns
-    if top > bottom:  # the range to send lies within one row of the matrix
+    if top > bottom:  # the range lies within one row of the product
         into.addmv_(right[start % columns : end - bottom * columns], left[bottom])
         return
     if head := top * columns - start:

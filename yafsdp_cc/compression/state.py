@@ -60,7 +60,7 @@ def delta_all_gathers(state: FSDPState) -> Iterator[tuple[FlatParam, DeltaAllGat
 
 @torch.inference_mode(False)  # buffers made here are written in training: they must not be inference tensors
 def set_codecs(state: FSDPState, codecs: Mapping[FlatParam, str]) -> None:
-    """Set the codec of the gradients of each flat parameter, alike on all ranks; no reduce may be in flight."""
+    """Encode flat parameters' gradients by these ``codecs``, alike on all ranks; no reduce may be in flight."""
     if state.context.device.type == "cuda":
         torch.cuda.synchronize(state.context.device)  # a kernel may still read scratch buffers that larger ones replace
     for flat, codec in codecs.items():

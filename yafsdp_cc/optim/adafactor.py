@@ -95,7 +95,7 @@ class Adafactor(torch.optim.Adafactor):
         keep_dtypes(self, state_dict)
         for parameter, state in self.state.items():
             for name in ("row_var", "col_var"):
-                # ``row_var`` of a matrix [m, 1] and ``col_var`` of one [1, n] are sharded when loaded, like matrices
+                # ``row_var`` of a matrix [m, 1] and ``col_var`` of one [1, n] have its shape, so a load shards them
                 if isinstance(state.get(name), FlatDTensor):
                     state[name] = state[name].full_tensor()
             variance = state.get("variance")
@@ -148,7 +148,7 @@ class _Member:
             local_of(self.state["variance"]).lerp_(self.gradient.square(), taken)
 
     def update(self) -> Tensor:
-        """Return this rank's elements of the update, without the learning rate. ``step`` computes them twice."""
+        """Return this rank's elements of the update, without learning rate; made twice in a step to save memory."""
         if self.block is not None:
             row, column = self.state["row_var"], self.state["col_var"]
             mean = row.mean(dim=-2, keepdim=True).clamp_(min=self.eps)
@@ -161,8 +161,8 @@ class _Member:
         """Update the weights.
 
         Args:
-            norm: the sum of the squares of the parameter's elements on all ranks.
-            update: the sum of the squares of the elements of ``update`` on all ranks.
+            norm: the sum of the squares of the whole parameter's elements.
+            update: the sum of the squares of the elements of the whole parameter's ``update``.
         """
         lr, numel, step = float(self.group["lr"]), self.parameter.numel(), float(self.state["step"])
         relative = max(self.group["eps"][1], math.sqrt(norm / numel)) * min(lr, step**-0.5)

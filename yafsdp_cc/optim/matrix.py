@@ -395,7 +395,7 @@ def _owned_like(spec: ShardSpec, name: str, shape: Sequence[int]) -> ShardSpec:
 # Matrices of several units share the two messages.
 
 _BUCKET = 1 << 26
-"""Most elements, of all ranks, that one exchange moves, apart from units added so that none has one to itself."""
+"""Most elements, of all ranks, that one exchange moves; more only so that no unit has an exchange to itself."""
 
 
 def buckets(parameters: Sequence[Any]) -> Iterator[list[Any]]:

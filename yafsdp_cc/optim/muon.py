@@ -146,7 +146,7 @@ class Muon(MatrixOptimizer):
 
 @cache
 def _lacks_bf16(device: torch.device) -> bool:
-    """Return whether the device is a processor that lacks bf16 instructions, and so multiplies bf16 slowly."""
+    """Return whether the device is an x86-64 processor without bf16 instructions, which multiplies bf16 slowly."""
     if device.type != "cpu" or platform.machine() not in ("x86_64", "AMD64"):
         return False
     has = torch.cpu.get_capabilities()

@@ -40,8 +40,8 @@ class StageCompression:
         epilogue_only: encode only gradients whose transfer no computation hides (``schedule.hidden_gradients``), and
             send the others exactly.
         matrix_rank: columns of the factors that "powersgd" sends.
-        hadamard: rotate each block before it is quantised and back afterwards, and round to nearest: without error
-            feedback, by scales that keep its component along the original. For codecs with a scale for each block.
+        hadamard: rotate each block before it is quantised and back afterwards, and round to nearest; without error
+            feedback, scales keep the decoded block's component along the original. For codecs with a scale per block.
         block: elements that share a scale.
     """
 

@@ -203,7 +203,7 @@ class Membership:
         while True:
             self._find_round()
             members = self._members = self._arrive(task)
-            if self._replica not in members.replicas:  # the other replicas have begun this round of averaging alone
+            if self._replica not in members.replicas:  # the round's members were fixed without this replica
                 self._await_outcome(self._patience)
                 continue
             try:

@@ -68,8 +68,8 @@ class Outer(ReplicaSync):
     own. ``synchronize_replicas`` and ``save`` end the round at once: all replicas then have the outer weights, and the
     mean of the optimizers' states, so that a checkpoint is like that of ordinary training, for any number of replicas.
 
-    Buffers (4 bytes for each element of a shard): outer weights, momentum and gradient; with a codec the residual, and
-    messages; the sum in synchronous steps, and of a ``membership`` without codec. A ``membership`` uses host memory.
+    Buffers (4 bytes for each element of a shard): outer weights, momentum and gradient; a codec's residual; the sum in
+    synchronous steps, and of a ``membership`` without codec. Then a codec's messages. With ``membership``: on the host.
 
     Args:
         every: number of steps in a round.
@@ -262,7 +262,7 @@ class Outer(ReplicaSync):
 
         def issue(async_op: bool) -> list[Any]:
             works: list[Any] = []
-            if len(current.contributors) < current.comm.world:  # replicas that join in this round receive weights
+            if len(current.contributors) < current.comm.world:  # replicas that do not contribute receive weights
                 works += [current.comm.group.broadcast(each, current.source) for each in self._transferred()]
             for n in current.task.fragments:
                 works += self._send(exchange, n, async_op)
@@ -352,7 +352,7 @@ class Outer(ReplicaSync):
     def _untrained(self) -> list[Tensor]:
         """Return the frozen parameters and buffers that existed when this replica joined, in their shapes of then.
 
-        Of a buffer that a forward has assigned anew, return the present tensor if shape, dtype and layout are the same.
+        Of a buffer that a forward assigned anew, return the new tensor if alike, but no cache that it made or grew.
         """
         present: dict[str, Tensor] = {**dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
         found = []
@@ -398,7 +398,7 @@ class Outer(ReplicaSync):
 
     def state(self) -> Mapping[str, Sequence[Tensor]]:
         found = {} if self._left else self._outer_state()
-        if self.sync_steps and not found:  # without other state, this shows a load that the synchronous steps are over
+        if self.sync_steps and not found:  # else a load could not tell how many synchronous steps were made
             done = float(self.sync_steps - self._left)
             found[_START] = [torch.full_like(each, done, dtype=torch.float32) for each in self.locals()]
         return found

@@ -73,7 +73,7 @@ class Overlap(ReplicaSync):
     which ``clip_grad_norm_`` clips. Between steps parameters have predicted values. ``synchronize_replicas``, ``save``
     and ``state_dict()`` of model and optimizer first wait for the sum in flight and commit it.
 
-    Buffers: the sum under way, the own gradient, a codec's residual (4 bytes an element), committed weights, messages.
+    Buffers, by element of a shard: sum, own gradient, a codec's residual (4 bytes each), committed weights; messages.
 
     With ``half_batches`` call ``backward`` and ``optimizer.step()`` once for each half of a batch; a learning rate
     scheduler then counts halves, too. Of a step's two learning rates the one of its second half counts. If

@@ -114,7 +114,7 @@ class ReplicaSync(ABC):
         self._versions: list[int] = []
         """Version counters of the local tensors when ``remember_weights`` was called last."""
         self._in_use: Optimizer | None = None
-        """The optimizer that has made steps since the last ``settle`` or ``resume``; None if none has."""
+        """Optimizer of the steps since the last ``settle`` or ``resume``, kept alive for ``finish``; else None."""
 
     def __repr__(self) -> str:
         """Return the constructor call that makes an equal object: ranks compare these texts."""

@@ -53,7 +53,7 @@ def locked_by_rank(folder: Path) -> IO[bytes]:
 
 
 class RunMemory:
-    """A launcher's hold on its run's folder. Removes folders of ended runs of this name, and those no ``Rescue`` used.
+    """A launcher's hold on its run's folder. Removes ended runs' folders of this name, or without files of Rescue.
 
     Args:
         name: name of the run.

@@ -98,7 +98,7 @@ class Rescue:
     """
 
     _closed: ClassVar[int] = 0
-    """Number of closed Rescues of this program, after which the next one names its folder, alike after a restart."""
+    """Number of closed Rescues of this program, which is the name of the next one's folder, also after a restart."""
     _open: ClassVar[dict[Path, weakref.ref[Rescue]]] = {}
     """The Rescue of each run's folder that is between ``restore`` and ``close``; a program may have dropped it."""
 
@@ -160,7 +160,7 @@ class Rescue:
         self._kept: dict[str, Any] | None = None
         """Host copy of the state in the last snapshot; the next snapshot's copy uses the same memory."""
         self._job: Future[None] | None = None
-        """Background writing of a snapshot; None as soon as training waits for it."""
+        """Background writing of a snapshot, or copying of the one restored; None as soon as training waits for it."""
         self._save: Future[None] | None = None
         """The last asynchronous save at ``path``."""
         self._stepped = stepped = weakref.WeakSet[Optimizer]()
@@ -231,7 +231,7 @@ class Rescue:
         if self._nodes.is_first:
             self._remove_all_but(snapshot)
         all_gather_objects(None, ranks.back)
-        if snapshot and len(self._nodes.members) > 1:  # copy files again that only one node has now
+        if snapshot and len(self._nodes.members) > 1:  # the next node to be lost may alone have a file
             folder = self._folder / snapshot
             self._job = _in_thread(copy_to_buddies, files_in(folder), folder, self._nodes, ranks.back, self._may_send)
         is_later = any(each.parents[1] != self._folder for each in self._run.glob(f"*/step-*/{METADATA}"))
@@ -453,8 +453,8 @@ class Rescue:
     def _begin_folder(self, new: Path) -> None:
         """Make a new snapshot's folder from that of the snapshot before the last, whose files are overwritten in place.
 
-        A snapshot from before the last restart is removed instead: its folder may hold files that ``restore`` fetched
-        from other nodes, which no rank of this node would overwrite.
+        A snapshot from before the last ``restore`` is removed instead: its folder may hold files that were fetched from
+        other nodes, which no rank of this node would overwrite.
         """
         *_, before, last = ["", "", *sorted(self._whole_snapshots(), key=_step_of)]
         old = before if before.endswith(f".{self._life}") else ""
