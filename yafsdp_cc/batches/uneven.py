@@ -133,7 +133,7 @@ class _Loop(Iterator[Batch]):
 
     def __init__(self, begin: Callable[[], Iterator[Batch]]) -> None:
         self._begin = begin
-        self._taken: Iterator[Batch] | None = None  # begun by ``next``, not ``for``
+        self._taken: Iterator[Batch] | None = None  # a generator that ``next`` has begun
 
     def __iter__(self) -> Iterator[Batch]:
         taken, self._taken = self._taken, None

@@ -383,7 +383,7 @@ def _check_groups(
         # a group's "steps", a number of steps, is no setting, and not all optimizers have it
         old, new = (set(each) - {"params", "steps"} for each in (saved[places[index]], group))
         gone, fresh = (_listed(sorted(some), ", ") for some in (old - new, new - old))
-        if gone and fresh:  # new versions of torch add settings, so either side may have more
+        if gone and fresh:  # versions of torch add settings: saved or present ones alone may have more
             raise ValueError(
                 f"{folder} holds the state of another optimizer than {kind}: it has {gone}, and lacks {fresh}. Make "
                 "the optimizer that was saved, or load(path, model) without one"

@@ -496,7 +496,7 @@ class CodecAutotuner(CompressionObserver):
 
     def _measure_work(self, flats: Sequence[FlatParam]) -> dict[str, float]:
         config, peers = self._config, self.state.context.gather.comm.world - 1
-        most = max(_TRIAL // peers // config.block, 1) * config.block  # at least a block for each rank
+        most = max(_TRIAL // peers // config.block, 1) * config.block  # a trial encodes a block or more for each rank
         chunk = min(max(max(flat.layout.chunks) for flat in flats), most)
         # a rank encodes the chunks of all other ranks
         gradients = torch.zeros(peers, chunk, dtype=flats[0].reduce_dtype, device=self.state.context.device)

@@ -225,7 +225,7 @@ def means_of_ranks(
     params = {param.spec.name: param for flat, _ in compressed_sums(state) for param in flat.params}
     sums: dict[str, Tensor] = {}
     found, others = Counter[str](), set[str]()
-    for saved in (saved for each in ranks for saved in each.values() if "places" in saved):  # no places in version 0.1
+    for saved in (saved for each in ranks for saved in each.values() if "places" in saved):  # version 0.1 saved none
         whole = _unsent_of(saved)
         for name, (offset, *part) in saved["places"].items():
             if (param := params.get(name)) is None or part != _part_of(param):

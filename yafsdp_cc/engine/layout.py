@@ -137,7 +137,7 @@ class Layout:
 
     @cached_property
     def known_runs(self) -> dict[int, list[range]]:
-        """Known results of ``runs`` by ``without``: each step calls it again, and there may be thousands of ranks."""
+        """Results of ``runs`` so far, by its argument: each step calls ``runs``, perhaps for thousands of ranks."""
         return {}
 
     @cached_property

@@ -507,7 +507,7 @@ class ParamGroup(StepState):
         return self.own_grad_buffer
 
     def save_members(self) -> Callable[[], None]:
-        """Return a function that restores the members, and makes this group the owner of its gradient buffer again."""
+        """Return a function that restores this group's members, and its ownership of its gradient buffer."""
         restore_members, grads = super().save_members(), self.grads
 
         def restore() -> None:

@@ -324,7 +324,7 @@ class FSDPState(_ModelStep):
         """End the forward of an iteration, whose module returns ``output``."""
         iteration, self.iteration, self._caller = self.iteration, None, None
         if iteration is not None:
-            iteration.anchor = None  # the iteration would keep its own graph alive through its anchor
+            iteration.anchor = None  # the anchor is in the graph, which the iteration would keep alive
             if iteration.trains or iteration.trained:  # this forward counts as open: its backward may come
                 iteration.awaited_version = version = self._version()
                 if version != self._awaited_version:

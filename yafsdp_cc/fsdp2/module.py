@@ -602,7 +602,7 @@ def drop_unreduced(module: nn.Module) -> None:
             group._partial_reduce_output = None
             for param in group.fsdp_params:
                 param.unsharded_accumulated_grad = None
-                if hasattr(param, "_unsharded_param"):  # made by the first forward
+                if hasattr(param, "_unsharded_param"):  # FSDP2 makes it in the first forward
                     param._unsharded_param.grad = None
 
 

@@ -338,7 +338,7 @@ class OneBitOptimizer(Optimizer):
         self._plan_phase()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse groups after the constructor: the phases have begun with the parameters that it was given."""
+        """Refuse later parameter groups: warm-up and compression count steps of the constructor's parameters."""
         if hasattr(self, "_schedules"):
             raise ValueError(f"give {type(self).__name__} all parameter groups when it is made, frozen ones too")
         super().add_param_group(param_group)

@@ -74,7 +74,7 @@ class SampleCache:
         self._thread = ThreadPoolExecutor(1, "sample-cache")
 
     def begin_step(self, micro_batches: list[list[int]], step: int) -> None:
-        """Assign slots to the samples of step number ``step``, which is the same on both sides of the boundary."""
+        """Assign slots of the cache to samples of step ``step``, a number that both stages at the boundary have."""
         self.visits = [self._visit(ids, step) for ids in micro_batches]
         self.differ.clear()
         self._before.clear()

@@ -147,7 +147,7 @@ def named_ranks(ranks: Sequence[int]) -> str:
 
 
 def table_of_ranks(entries: Iterable[object], ranks: Iterable[int] | None = None) -> str:
-    """Return ``entries`` as lines of an error message, one for each of ``ranks`` or for rank 0 and the following."""
+    """Return ``entries`` as lines of an error message, one for each of ``ranks`` (by default ranks 0, 1, ...)."""
     numbers = itertools.count() if ranks is None else ranks
     return "\n".join(f"  rank {rank}: {entry}" for rank, entry in zip(numbers, entries, strict=False))
 

@@ -134,7 +134,7 @@ class Outer(ReplicaSync):
         """Number of local steps so far."""
         self._pending: _Exchange | None = None
         self._arrives = 0
-        """Value of ``_made`` at which the exchange under way is completed."""
+        """Number of steps made, ``_made``, at which the exchange under way is completed."""
 
     def connect(self, model: nn.Module, mesh: DeviceMesh | None) -> None:
         if self.membership is None:
@@ -262,7 +262,7 @@ class Outer(ReplicaSync):
 
         def issue(async_op: bool) -> list[Any]:
             works: list[Any] = []
-            if len(current.contributors) < current.comm.world:  # replicas that do not contribute receive weights
+            if len(current.contributors) < current.comm.world:  # replicas that contribute nothing receive weights
                 works += [current.comm.group.broadcast(each, current.source) for each in self._transferred()]
             for n in current.task.fragments:
                 works += self._send(exchange, n, async_op)

@@ -82,7 +82,7 @@ def assemble(model: nn.Module) -> FSDPState:
     specs = specs_below(model)
     _name(model, specs)
     take_back(specs)
-    # Ranks have checked a model that has an engine together before: the host need not wait for them again.
+    # If the model has an engine, the ranks have checked it together before: the host need not wait for them again.
     with refused_together(*(() if state_of(model) is not None else all_groups(specs[-1].info.mesh))):
         _check(model, specs)
     collectives = _join_collectives(specs)

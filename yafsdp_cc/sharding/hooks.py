@@ -111,7 +111,7 @@ def install_hooks(module: nn.Module, part: nn.Module | None = None) -> list[Any]
         finish = state.entered[hooked].pop()
         try:
             return output if finish is None else finish(output)
-        except RuntimeError as error:  # perhaps a write to a small parameter, an output of a gate
+        except RuntimeError as error:  # a forward may have written to a small parameter, which a gate returned
             _explain_gated_write(error)
             raise
 

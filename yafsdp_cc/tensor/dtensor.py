@@ -656,7 +656,7 @@ _EXTREMES: dict[Any, tuple[Any, Reduction, torch.dtype | None]] = {
     aten.any.default: (aten.any.default, Reduction(math.inf), torch.bool),
     aten.all.default: (aten.all.default, Reduction(-math.inf), torch.bool),
 }
-"""Operation on one tensor, reduction over ranks and dtype of the result (None: the tensor's), by extreme operation."""
+"""For each maximum or minimum: operation on one tensor, reduction over ranks, dtype of the result (None: its own)."""
 
 
 HANDLERS: dict[str, Callable[..., Any]] = dict.fromkeys(reductions.NORMS, _reduce)

@@ -233,7 +233,7 @@ class _OwnClock(C10dRendezvousBackend):
         """Each node's last heartbeat as that node wrote it, and when this node saw it change, by ``time.monotonic``."""
         self._shown: dict[object, datetime] = {}
         if found := super().get_state():
-            # heartbeats found here may be of dead nodes: take their age as written; living nodes soon write new ones
+            # heartbeats found at first may be of dead nodes: take their age as written; living nodes soon write others
             for node, beat in pickle.loads(found[0]).last_heartbeats.items():
                 age = datetime.now(timezone.utc) - beat
                 self._beats[node] = beat, time.monotonic() - max(0.0, age.total_seconds())

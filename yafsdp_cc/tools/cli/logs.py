@@ -90,7 +90,7 @@ class RankLogs(DefaultLogsSpecs):
         A progress bar, which rewrites one line, appears in its last state; of long lines only the ends appear.
         """
         text = ""
-        # ``_begins`` has no ranks on the console, and a script may have removed the folder of logs
+        # ranks whose output is on the console are not in ``_begins``, and a script may have removed the folder of logs
         with suppress(KeyError, OSError), self.path(rank).open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(self._begins[rank], size - (1 << 16)))
