@@ -27,6 +27,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch.distributed import HashStore
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParameters
@@ -527,10 +528,11 @@ def test_a_time_out_names_the_last_collectives_and_where_ranks_were(tmp_path: Pa
     assert told, ran.stderr
     trace = pickle.loads((Path(told[1]) / f"{told[2]}0").read_bytes())
     assert [entry["profiling_name"] for entry in trace["entries"]][-1] == "gloo:all_reduce"
-    command = [Path(sys.executable).with_name("torchfrtrace"), *told[0].split()[1:]]
-    (tmp_path / "tabulate.py").write_text("def tabulate(rows, headers): return str(rows)")
-    shown = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(tmp_path)})
-    assert "all_reduce" in shown.stdout + shown.stderr, shown.stderr
+    if torch.__version__ >= "2.13":  # before, torchfrtrace refuses gloo
+        command = [Path(sys.executable).with_name("torchfrtrace"), *told[0].split()[1:]]
+        (tmp_path / "tabulate.py").write_text("def tabulate(rows, headers): return str(rows)")
+        shown = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(tmp_path)})
+        assert "all_reduce" in shown.stdout + shown.stderr, shown.stderr
 
     # the recorder's file of that run does not make a death of the next one a time-out, wherever it is started
     (tmp_path / "runs/error.json").write_text("{}")
