@@ -572,11 +572,12 @@ def test_each_rank_has_its_own_and_other_numbers_of_ranks_what_is_common(tmp_pat
 
 def test_random_states_of_one_rank_are_not_for_two(tmp_path):
     drawn = torch.Generator().get_state()
-    yafsdp_cc.save(tmp_path / "step", nn.Linear(2, 2), step=3, drawn=drawn, loader={"at": 1, "states": [drawn]})
+    all_of_them = {"torch": drawn, "python": random.getstate()}
+    yafsdp_cc.save(tmp_path / "step", nn.Linear(2, 2), step=3, drawn=drawn, states=all_of_them, run={"drawn": drawn})
 
     def body():
-        with pytest.warns(UserWarning, match="saved by 1 ranks and is loaded by 2: drawn, loader is to differ between"):
-            assert yafsdp_cc.load(tmp_path / "step", nn.Linear(2, 2)) == {"step": 3}
+        with pytest.warns(UserWarning, match="saved by 1 ranks and is loaded by 2: drawn, states is to differ between"):
+            assert yafsdp_cc.load(tmp_path / "step", nn.Linear(2, 2)).keys() == {"step", "run"}
 
     on_ranks(2, body)
     assert yafsdp_cc.load(tmp_path / "step", nn.Linear(2, 2))["drawn"].equal(drawn)

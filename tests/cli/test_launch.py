@@ -540,6 +540,17 @@ def test_a_time_out_names_the_last_collectives_and_where_ranks_were(tmp_path: Pa
     assert (ran.returncode, "torchfrtrace" in ran.stderr) == (137, False), ran.stderr
 
 
+def test_with_torchrun_s_own_redirects_the_first_failure_and_its_reason_are_told(tmp_path: Path) -> None:
+    logs = tmp_path / "runs/train/logs"
+    logs.mkdir(parents=True)
+    (logs / "flight-recorder-rank-0").touch()
+    os.utime(logs / "flight-recorder-rank-0", (1, 1))
+    train = alone(tmp_path, "time.sleep(0.5 * (1 - rank))\nraise ValueError(f'of rank {rank}')")
+    ran = yafsdp_cc(*TWO, "--redirects=3", train, folder=tmp_path, main=forking)
+    assert "rank 1 failed first: ValueError: of rank 1\n" in ran.stderr
+    assert "timed out" not in ran.stderr
+
+
 @LONG
 def test_torchrun_s_own_redirects_are_kept(tmp_path: Path) -> None:
     ran = yafsdp_cc(*TWO, "--redirects=1:3", alone(tmp_path, "say(f'rank {rank}')"), folder=tmp_path)

@@ -155,7 +155,7 @@ def test_watches_of_a_run_that_restarts_come_to_every_unit() -> None:
         flip_a_bit(model, "2.0.weight", random.Random(0))
 
     def until_it_is_found() -> None:
-        for _ in range(100):
+        for _ in range(200):
             yafsdp_cc.DivergenceWatch(model, every=1).step()
 
     with pytest.raises(yafsdp_cc.DivergenceError, match=r"another '2\.0\.weight'"):

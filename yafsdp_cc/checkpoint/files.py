@@ -34,7 +34,6 @@ from typing import IO, Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 METADATA = ".metadata"
 """Name of the file with a checkpoint's table of contents."""
@@ -321,7 +320,7 @@ def read_extra(ranks: Sequence[Callable[[], dict[str, Any]]], rank: int, world: 
     alike = ranks[0]()
     named = set(alike)
     if len(ranks) == 1:
-        alike = {name: value for name, value in alike.items() if not any(map(_is_random_state, tree_leaves(value)))}
+        alike = {name: value for name, value in alike.items() if not _is_random_state(value)}
     for read in ranks[1:]:  # read one extra file at a time: each may have residuals as large as the model
         other = read()
         named |= other.keys()
@@ -335,9 +334,10 @@ def read_extra(ranks: Sequence[Callable[[], dict[str, Any]]], rank: int, world: 
     return alike
 
 
-def _is_random_state(leaf: object) -> bool:
-    shape = torch.default_generator.get_state().shape
-    return isinstance(leaf, Tensor) and leaf.dtype == torch.uint8 and leaf.shape == shape
+def _is_random_state(value: object) -> bool:
+    """Return whether ``value`` is the state of a generator of torch, on a CPU or GPU, or ``Rescue``'s of several."""
+    value = value.get("torch") if isinstance(value, dict) else value
+    return isinstance(value, Tensor) and value.dtype == torch.uint8 and value.shape in ((5056,), (16,))
 
 
 def _load_extra(file: Path, crc: int | None, present: Present) -> dict[str, Any]:

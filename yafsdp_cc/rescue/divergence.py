@@ -67,20 +67,19 @@ class DivergenceWatch:
         if not (units := self._units()):
             return
         if not self._compared:  # a run that restarts often would never come to the last units from the first one
-            self._compared = all_gather_objects(secrets.randbelow(len(units)), group)[0]
+            self._compared = all_gather_objects(secrets.randbits(32), group)[0]
         unit = list(units)[self._compared % len(units)]
         self._compared += 1
         known = set().union(*units.values())
         names: dict[Tensor, str] = {each: plain_name(name) for name, each in self._model.named_parameters()}
         chosen = {each: name for each, name in names.items() if each in units[unit] or _is_replicated(each)}
-        own = {name: (part_of(each) or (), checksum(local_of(each))) for each, name in chosen.items()}
+        own: dict[str, tuple[Hashable, Hashable]] = {}
+        own |= {name: (part_of(each) or (), checksum(local_of(each))) for each, name in chosen.items()}
         for optimizer in self._optimizers:
             for parameter, state in optimizer.state.items():
                 if "step" in state and (parameter in known or parameter not in names):
-                    steps = state["step"]
-                    value = checksum(local_of(steps)) if isinstance(steps, Tensor) else steps
-                    own[f"optimizer's step of {names.get(parameter, 'a parameter')}"] = ((), value)
-        values: defaultdict[tuple[str, Hashable], dict[int, int]] = defaultdict(dict)
+                    own[f"optimizer's step of {names.get(parameter, 'a parameter')}"] = ((), str(float(state["step"])))
+        values: defaultdict[tuple[str, Hashable], dict[int, Hashable]] = defaultdict(dict)
         ranks = dist.get_process_group_ranks(group[0]) if group else [0]
         for rank, each in zip(ranks, all_gather_objects(own, group), strict=True):
             for name, (part, value) in each.items():
@@ -108,7 +107,7 @@ def _is_replicated(parameter: Tensor) -> bool:
     return isinstance(parameter, DTensor) and all(each.is_replicate() for each in parameter.placements)
 
 
-def _told(name: str, unit: str, values: dict[int, int], steps: int, age: int) -> str:
+def _told(name: str, unit: str, values: dict[int, Hashable], steps: int, age: int) -> str:
     (usual, count), *_ = Counter(values.values()).most_common()
     alike = [rank for rank, value in values.items() if value == usual]
     others = [rank for rank in values if rank not in alike]

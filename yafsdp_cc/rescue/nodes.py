@@ -130,21 +130,24 @@ def transfer(
     rank, _ = place_in(group)
     sent = [each for each in transfers if each.source == rank]
     received = [each for each in transfers if each.target == rank]
-    with together(group):  # allocate files first: writing to a mapped file in a full memory would kill the process
-        try:
-            with writing(folder, sum(each.size for each in received)):
-                for each in received:
-                    unfinished = _part_of(folder, each)
-                    with suppress(FileNotFoundError):  # overwrite the file of an earlier snapshot in place
-                        (folder / each.name).rename(unfinished)
-                    with unfinished.open("ab") as file:
-                        file.truncate(each.size)
-                        if each.size:
-                            os.posix_fallocate(file.fileno(), 0, each.size)
-        except OSError as error:  # ``Rescue.restore`` tries another snapshot after a ``ValueError``
-            for each in received:
-                _part_of(folder, each).unlink(missing_ok=True)  # an earlier snapshot needs the room
-            raise ValueError(str(error)) from error
+    try:
+        with together(group):  # allocate files first: writing to a mapped file in a full memory would kill the process
+            try:
+                with writing(folder, sum(each.size for each in received)):
+                    for each in received:
+                        unfinished = _part_of(folder, each)
+                        with suppress(FileNotFoundError):  # overwrite the file of an earlier snapshot in place
+                            (folder / each.name).rename(unfinished)
+                        with unfinished.open("ab") as file:
+                            file.truncate(each.size)
+                            if each.size:
+                                os.posix_fallocate(file.fileno(), 0, each.size)
+            except OSError as error:  # ``Rescue.restore`` tries another snapshot after a ``ValueError``
+                raise ValueError(str(error)) from error
+    except ValueError:  # of any rank: the other snapshot needs the room
+        for each in received:
+            _part_of(folder, each).unlink(missing_ok=True)
+        raise
     # Issue all receives first: ranks that only received once their own message was taken could wait in a circle.
     parts = ((each.source, part) for each in received for part in _mapped(_part_of(folder, each), each.size))
     receives = [group[0].recv([part], source, _TAG) for source, part in parts]

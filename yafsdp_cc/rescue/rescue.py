@@ -11,6 +11,7 @@ that, if it takes as long as the last one, it is whole ``every`` steps after tha
 
 from __future__ import annotations
 
+import gc
 import io
 import os
 import pickle
@@ -186,10 +187,12 @@ class Rescue:
             RuntimeError: not all ranks have called this; or training goes on, and there is nothing to go back to yet;
                 or another Rescue of this program has snapshots.
         """
-        if (other := Rescue._open.get(self._run)) is not None and other() is not self:
+        gc.collect()  # frees a dropped Rescue that a cycle of references still holds
+        other = Rescue._open[self._run]() if self._run in Rescue._open else self
+        if other not in (None, self):
             raise RuntimeError(
-                "Rescue.restore(): this program has another Rescue, perhaps dropped, and snapshots of both would take "
-                "each other's place: call close() of that one first, behind its loop"
+                "Rescue.restore(): this program has another Rescue, and snapshots of both would take each other's "
+                "place: call close() of that one first"
             )
         with suppress(RuntimeError):  # raised if the last snapshot was not written: an earlier one is loaded
             self._wait()
@@ -238,6 +241,7 @@ class Rescue:
         if self._nodes.rank == 0 and (source or lost or is_later):
             again = f"; steps {steps + 1} to {lost} are made again" if lost > steps else ""
             again += "; a later Rescue of this program has snapshots, which are left to that one" if is_later else ""
+            again += "; a Rescue that is gone made it, without close(): is that over?" if other is None else ""
             print(f"yafsdp-cc: going on {source or 'from the beginning'}{again}", file=sys.stderr, flush=True)
         return steps
 

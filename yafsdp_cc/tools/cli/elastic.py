@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from functools import partial
 from ipaddress import ip_address
@@ -96,8 +97,9 @@ def run(options: argparse.Namespace, parser: argparse.ArgumentParser, folder: Pa
                 logs.finish()
 
 
-class _Job(NamedTuple):
-    """Paths and logs of the job, which a report of failed ranks needs."""
+@dataclass
+class _Job:
+    """Paths, logs and times of the job, which a report of failed ranks needs."""
 
     folder: Path
     logs: RankLogs | None
@@ -106,6 +108,8 @@ class _Job(NamedTuple):
     """Whether a launcher that ran earlier on this node took part in the same run."""
     left: list[int]
     """Ranks of this node that had ended with status 0 when torch's agent last looked."""
+    began: float = 0.0
+    """Time at which the ranks of the present attempt were started."""
 
 
 def _torch_config(
@@ -160,6 +164,11 @@ def _launch(job: _Job, launch: Callable[[], object], parser: argparse.ArgumentPa
             if isinstance(meeting, FreshStores) and not result.is_failed():
                 meeting.set_ended()
             return result
+
+        def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+            job.began = time.time()
+            started: dict[int, Any] = super()._start_workers(worker_group)
+            return started
 
         def _pass_on(self, number: int, _frame: FrameType | None) -> None:
             """Send the ranks a signal that without this handler would end the launcher."""
@@ -441,8 +450,8 @@ def _report(job: _Job, failures: Mapping[int, ProcessFailure]) -> int:
         print(f"yafsdp-cc: rank {failure.rank} failed after it: {failure.summary}", file=sys.stderr)
     print(f"yafsdp-cc: the output of every rank is in {job.folder}", file=sys.stderr)
     prefix = Path(os.environ["TORCH_FR_DUMP_TEMP_FILE"])
-    began = job.logs.began if job.logs is not None else 0.0  # older flight-recorder files are of earlier attempts
-    if any(file.stat().st_mtime >= began for file in prefix.parent.glob(f"{prefix.name}*")):
+    # older flight-recorder files are of earlier attempts
+    if any(file.stat().st_mtime >= job.began for file in prefix.parent.glob(f"{prefix.name}*")):
         print(
             "yafsdp-cc: a collective timed out; logs end with where each rank was. pip install tabulate, and see "
             f"their last collectives: torchfrtrace {prefix.parent} --prefix {prefix.name} --allow-incomplete-ranks -j",
@@ -460,7 +469,7 @@ def _report(job: _Job, failures: Mapping[int, ProcessFailure]) -> int:
 
 def _in_order(failures: Mapping[int, ProcessFailure]) -> list[Failure]:
     """Return this node's failures, the first cause first. (torch compares whole seconds, and drops the reasons.)"""
-    written = [Path(failure.error_file) for failure in failures.values() if os.path.isabs(failure.error_file)]
+    written = [Path(failure.error_file) for failure in failures.values() if failure.error_file not in ("", "<N/A>")]
     wrote = []
     for file in {file for path in written for file in path.parent.parent.glob("*/error.json")}:  # errors of all ranks
         message = json.loads(file.read_text())["message"]

@@ -46,7 +46,7 @@ class RankLogs(DefaultLogsSpecs):
         """Open the logs for another attempt; torch's agent calls ``reify`` before it starts the ranks."""
         self.finish()
         destinations = super().reify(envs)
-        self._attempt, self.began = self._attempt + 1, time.time()
+        self._attempt += 1
         self._copies, self._begins = _Copies(), {}
         for local_rank, env in envs.items():
             rank = int(env["RANK"])
