@@ -762,7 +762,7 @@ def test_a_second_one_in_a_program_is_refused_until_the_first_is_closed_or_gone(
         assert yafsdp_cc.Rescue(nn.Linear(2, 2), every=1).restore() == 2
 
     on_ranks(2, body)
-    assert "behind step 2, from memory; a Rescue that is gone made it, without close()" in capfd.readouterr().err
+    assert "behind step 2, from memory; a Rescue that was dropped without close() has made it" in capfd.readouterr().err
 
 
 def test_two_made_up_front_do_not_disturb_each_other(tmp_path: Path) -> None:

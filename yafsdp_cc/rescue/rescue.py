@@ -241,7 +241,7 @@ class Rescue:
         if self._nodes.rank == 0 and (source or lost or is_later):
             again = f"; steps {steps + 1} to {lost} are made again" if lost > steps else ""
             again += "; a later Rescue of this program has snapshots, which are left to that one" if is_later else ""
-            again += "; a Rescue that is gone made it, without close(): is that over?" if other is None else ""
+            again += "; a Rescue that was dropped without close() has made it" if other is None else ""
             print(f"yafsdp-cc: going on {source or 'from the beginning'}{again}", file=sys.stderr, flush=True)
         return steps
 

@@ -207,7 +207,7 @@ def _dump_collectives() -> None:
         return
     trace = getattr(sys.modules["torch._C._distributed_c10d"], "_dump_fr_trace", None)  # private in torch: may be gone
     if trace is not None:
-        with suppress(OSError, RuntimeError):  # the failure is then reported without this trace
+        with suppress(Exception):  # the failure is then reported without this trace
             recorded = pickle.loads(trace())
             groups = {pg.group_name: [*ranks] for pg, ranks in dist.distributed_c10d._world.pg_group_ranks.items()}
             # torchfrtrace looks groups up in ``pg_config``, in which torch describes those of NCCL alone
