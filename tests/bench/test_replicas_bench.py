@@ -19,10 +19,10 @@ def test_turns_count_what_crosses_between_replicas(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(train, "SEQUENCES", 1)
     elements = sum(each.numel() for each in GPT(48, 2).parameters())
     with lab_of(ranks=4, ranks_per_machine=2) as lab:
-        chosen, setup = (
-            {name: REPLICAS[name] for name in NAMES},
-            replicas.Setup(shards=2, width=48, slowdown=1.5, downlink=2.0),
-        )
+        chosen = {name: REPLICAS[name] for name in NAMES}
+        seldom = chosen["sparseloco"]
+        chosen["sparseloco"] = seldom._replace(settings=seldom.settings | {"every": 6})
+        setup = replicas.Setup(shards=2, width=48, slowdown=1.5, downlink=2.0)
         per_rank = lab.run(replicas._on_rank, lab, chosen, ("unshaped", "matched"), 1, 2, setup)
     assert len({rates["matched"] for rates, _ in per_rank}) == 1
     found = {name: replicas._summary([turns["unshaped", name] for _, turns in per_rank], 4) for name in NAMES}
@@ -30,7 +30,7 @@ def test_turns_count_what_crosses_between_replicas(monkeypatch: pytest.MonkeyPat
     assert sums < found["synchronous"]["sent_bytes"] < 1.3 * sums
     for name in ("overlap", "gossip"):  # some of the last step's may cross later, and some of the one before
         assert 0.5 * sums < found[name]["sent_bytes"] < 1.5 * sums
-    assert found["sparseloco"]["sent_bytes"] < 0.02 * sums
+    assert found["sparseloco"]["sent_bytes"] < 0.1 * sums
     *_, last = replicas.replicas_table(
         {name: {**each, "of_unshaped": 0.5} for name, each in found.items()}
     ).splitlines()

@@ -446,7 +446,7 @@ def test_what_cannot_be_is_refused_by_name(wrong, match):
 def test_what_says_how_to_choose_is_refused_where_nothing_is_chosen(idle):
     (name,) = idle
     with pytest.raises(
-        ValueError, match=f"{name}=.* 'auto' chooses, and gradients='int8' has nothing .* leave {name} out"
+        ValueError, match=f"{name}=.* 'auto' chooses, and gradients='int8' lets it choose nothing.* leave {name} out"
     ):
         Compression("int8", **idle)
     assert Compression("int8", overrides={"head*": "auto"}, **idle).named == {"int8", "auto"}
