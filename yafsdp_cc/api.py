@@ -154,7 +154,7 @@ _FSDP1 = {
     "nothing for FULL_SHARD",
     "use_orig_params": "nothing: it is always so",
 }
-"""What to use in place of each argument of torch's ``FullyShardedDataParallel``, for the error that refuses it."""
+"""Replacement of each argument of torch's ``FullyShardedDataParallel``, for the error that refuses the argument."""
 
 _origins: WeakKeyDictionary[nn.Module, tuple[PlannedArgument, ...]] = WeakKeyDictionary()
 _work: WeakKeyDictionary[dist.ProcessGroup, Counter[int]] = WeakKeyDictionary()

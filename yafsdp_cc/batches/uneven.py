@@ -65,7 +65,7 @@ class UnevenBatches:
     def _turns(self, own: Iterator[Batch], last: list[Batch]) -> Iterator[Batch]:
         """Yield the batches of ``own``, then the entry of ``last``, this rank's last batch or one of another rank."""
         self._begun = number = self._begun + 1
-        if self._open:  # it is empty after the end of the block
+        if self._open:  # ``_open`` is empty after the end of the block
             self._open[number] = self.weight
         try:
             while True:

@@ -45,7 +45,7 @@ ENCODED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of unsharded weights that may be gathered encoded."""
 
 _UNKNOWN, _BEHIND = -2, -1
-"""In place of the version number of kept weights: ``_UNKNOWN`` where a rank keeps none, ``_BEHIND`` for weights of a
+"""Values in place of kept weights' version: ``_UNKNOWN`` where a rank keeps none, ``_BEHIND`` for weights of a
 checkpoint that lack the last optimizer steps of their shard."""
 
 _ON_CPU, _ON_CUDA = 1 << 18, 1 << 25
@@ -154,7 +154,7 @@ class DeltaAllGather(EncodedAllGather):
         self.always_exact = False
         """Whether ``CodecFallback`` has ended deltas, so that weights are always gathered exactly."""
         self.compression_error: CompressionError | None = None
-        """What messages have lost since ``watch``, while compression errors are measured; else None."""
+        """Measured error of the messages since ``watch``; None while compression errors are not measured."""
         unit = 5 * codec.block  # ``Ternary`` packs five blocks together: no part may divide them
         most = (_ON_CUDA if flat.device.type == "cuda" else _ON_CPU) // flat.layout.world
         self._part = max(most // unit, 1) * unit

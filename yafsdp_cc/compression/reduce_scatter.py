@@ -112,7 +112,7 @@ class CompressedSum(Collective):
         self.estimate: Tensor | None = None
         """Sum of all senders' decoded messages so far, [chunk] fp32; None unless messages hold differences (EF21)."""
         self.compression_error: CompressionError | None = None
-        """What messages have lost since ``watch``, while compression errors are measured; else None."""
+        """Measured error of the messages since ``watch``; None while compression errors are not measured."""
         self._is_decoded = True
         """Whether the messages encoded last, if of differences (EF21), were added to ``estimate``."""
         self._encoded_in: object = None

@@ -36,7 +36,7 @@ _FEW_BITS = 4
 
 
 class Phase(Enum):
-    """How gradients that have a codec are summed."""
+    """Kind of the sums of gradients that have a codec."""
 
     EXACT = "exact"
     """Gradients are sent as they are, and their exact sum is used."""

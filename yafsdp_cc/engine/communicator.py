@@ -1,4 +1,4 @@
-"""How collectives are called on each backend, and the scratch buffers that they share.
+"""Calls of collectives on each backend, and the scratch buffers that collectives share.
 
 Over gloo a sum is an all-to-all of chunks and a local sum: gloo's own reduce-scatter is a clone, an all-reduce and a
 copy. Over NCCL it is NCCL's reduce-scatter, in place and in the dtype that is sent.

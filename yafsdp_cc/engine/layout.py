@@ -185,7 +185,7 @@ def joint_mesh(mesh: DeviceMesh, other: DeviceMesh) -> DeviceMesh:
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """How tensor parallelism has divided a parameter; equal for parameters whose local tensors hold the same elements.
+    """Division of a parameter by tensor parallelism; equal for parameters whose local tensors hold the same elements.
 
     A module's forward sees a DTensor on the tensor-parallel mesh, as ``parallelize_module`` made it; users see one of
     the whole shape on the data-parallel and the tensor-parallel mesh.
@@ -256,7 +256,7 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 @dataclass(eq=False)
 class ShardSpec:
-    """How one parameter is sharded across the ranks of a mesh (shard), or (replicate, shard).
+    """Sharding of one parameter across the ranks of a mesh (shard), or (replicate, shard).
 
     Args:
         name: the parameter's full name, for errors. ``fully_shard`` on a part of a model does not know that yet.

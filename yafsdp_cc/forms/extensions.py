@@ -155,7 +155,7 @@ class ExtensionFlatParam(FlatParam):
     """
 
     made: PackedForm
-    """How to construct the unsharded tensor from ``made_bytes`` of the weight buffer; set by each all-gather."""
+    """Recipe to construct the unsharded tensor from ``made_bytes`` of the weight buffer; set by each all-gather."""
     made_bytes: int
 
     def __init__(self, extension: Extension, *rest: Any) -> None:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SpmdParallel(TensorParallel):
-    """How tensor parallelism divides a parameter that is a DTensor on a mesh with data-parallel dimensions, too.
+    """Division by tensor parallelism of a parameter that is a DTensor on a mesh with data-parallel dimensions, too.
 
     Forwards see a DTensor on ``spmd_mesh``. Autograd does not sum its gradients over the data-parallel ranks, as the
     engine reduces them.

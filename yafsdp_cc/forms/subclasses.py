@@ -70,7 +70,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Form:
-    """How to construct tensors of a subclass from plain tensors.
+    """Recipe to construct tensors of a subclass from plain tensors.
 
     ``kind`` is the subclass, or ``Tensor`` where the constructed tensor is plain.
     """
@@ -116,7 +116,7 @@ class Form:
 
 
 class PackedForm(NamedTuple):
-    """How to construct a tensor of a subclass from one flat buffer of bytes, in which its inner tensors lie."""
+    """Recipe to construct a tensor of a subclass from one flat buffer of bytes, in which its inner tensors lie."""
 
     form: Form
     parts: tuple[Part, ...]
@@ -157,7 +157,7 @@ class TensorSubclass:
     keeps_class: bool
     """Whether each rank's local tensor is of the parameter's class rather than plain."""
     packed: PackedForm | None
-    """How to construct a parameter from its gathered bytes; None: an all-gather extension decides what is gathered."""
+    """Recipe to construct a parameter from its gathered bytes; None: an all-gather extension has its own."""
 
     @property
     def extends_all_gather(self) -> bool:

@@ -95,7 +95,7 @@ class Exact(Encoding):
 
 
 Rounding: TypeAlias = Literal["stochastic", "scaled", "nearest"]
-"""How the message x̂ of a block x is rounded:
+"""Ways to round the message x̂ of a block x:
 
 "stochastic": at random, so that x̂ is x on average; codecs that cannot round so round to nearest
 "scaled": to nearest, and then with the scale by which ⟨x, x̂⟩ = ‖x‖²: the error x̂ − x is at right angles to x. After a

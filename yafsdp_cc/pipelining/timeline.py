@@ -107,7 +107,7 @@ _TRIAL = 1 << 20
 
 
 class ReduceSeconds(NamedTuple):
-    """How long a reduce-scatter of a stage's gradients takes, in seconds."""
+    """Seconds that a reduce-scatter of a stage's gradients takes."""
 
     exact: float
     encoded: float

@@ -48,7 +48,7 @@ _VOID, _COMMIT = "void", "commit"
 
 
 class Task(NamedTuple):
-    """What replicas exchange at the end of a round of local steps."""
+    """Fragments and state that replicas exchange at the end of a round of local steps."""
 
     fragments: tuple[Count, ...]
     """Indices of the fragments whose outer gradients are exchanged."""

@@ -121,7 +121,7 @@ class ReplicaSync(ABC):
         given = {name: getattr(self, name, None) for name in inspect.signature(type(self)).parameters}
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in given.items())})"
 
-    # What each subclass defines
+    # Methods that each subclass defines
 
     @abstractmethod
     def before_step(self, optimizer: Optimizer) -> None:

@@ -1,4 +1,4 @@
-"""Which ranks share a memory, and files that move from one node's memory to another's."""
+"""Nodes, whose ranks share a memory, and transfers of files from one node's memory to another's."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def transfer(
                                 os.posix_fallocate(file.fileno(), 0, each.size)
             except OSError as error:  # ``Rescue.restore`` tries another snapshot after a ``ValueError``
                 raise ValueError(str(error)) from error
-    except ValueError:  # of any rank: the other snapshot needs the room
+    except ValueError:  # some rank has no room: another snapshot needs what was taken
         for each in received:
             _part_of(folder, each).unlink(missing_ok=True)
         raise

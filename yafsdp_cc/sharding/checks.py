@@ -85,7 +85,7 @@ def check_modules(model: nn.Module, call: str) -> None:
 
 
 class _Line(NamedTuple):
-    """What of one parameter must be equal on all ranks: its name, description and checksum of values."""
+    """A parameter's name, description and checksum of values, which must be equal on all ranks."""
 
     name: str
     description: str

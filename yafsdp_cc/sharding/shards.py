@@ -51,7 +51,7 @@ Part = TypeVar("Part", bound=FlatParam)
 
 
 class ShardingPlan(NamedTuple):
-    """How the parameters of one group are sharded."""
+    """Sharding of the parameters of one group."""
 
     info: MeshInfo
     policy: MixedPrecisionPolicy

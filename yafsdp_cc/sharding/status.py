@@ -1,4 +1,4 @@
-"""What an engine is doing, in words: ``print(state)``, and the message of a collective that fails.
+"""Texts that say what an engine is doing: ``print(state)``, and the message of a collective that fails.
 
     in a backward, waiting for the operation of blocks.1 on block weight buffer 1
       blocks.2: weights in use (block weight buffer 0), gradients being written (block gradient buffer 0)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from yafsdp_cc.engine.layout import ShardSpec
 
 GradReduction: TypeAlias = Literal["mean", "sum", "same"]
-"""How the data-parallel ranks' gradients are combined; "same": they are equal, and each rank uses its own."""
+"""Way to combine data-parallel ranks' gradients; "same": they are equal, and each rank uses its own."""
 
 
 def reduction_of(spec: ShardSpec, placements: Sequence[Any] | None) -> GradReduction:
@@ -26,7 +26,7 @@ def reduction_of(spec: ShardSpec, placements: Sequence[Any] | None) -> GradReduc
     Raises:
         NotImplementedError: ``placements`` ask for a reduction other than a sum or mean.
     """
-    found = () if placements is None else placements[: spec.mesh.ndim]  # those of tensor parallelism come last
+    found = () if placements is None else placements[: spec.mesh.ndim]  # placements of tensor parallelism come last
     kinds = {each.reduce_op if isinstance(each, Partial) else "same" for each in found}
     partial = kinds - {"same"}
     if partial - {"sum", "avg"} or len(partial) > 1:

@@ -164,7 +164,7 @@ def _take_over_assigned(
     metadata: dict[str, Any],
     *_: Any,
 ) -> None:
-    """With ``assign=True``, copy values into ``params`` and put these into ``state_dict``, for ``module`` to assign."""
+    """Copy values, if ``assign=True``, into ``params`` and put these into ``state_dict``, for ``module`` to assign."""
     for attribute, param in params:
         value, subclass = state_dict.get(prefix + attribute), subclass_of(param.parameter)
         if subclass is None or not isinstance(value, Tensor) or type(value) in PLAIN or isinstance(value, DTensor):

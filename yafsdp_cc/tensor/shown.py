@@ -95,7 +95,7 @@ _LOOKS = {
 
 
 class CastWhenUsed(DTensor):
-    """What a forward sees in place of a sharded parameter of another unit, in the dtype that the other computes in.
+    """A stand-in that a forward sees for a sharded parameter of another unit, in the dtype in which that unit computes.
 
     Reading dtype or shape costs nothing. Any other operation runs on the cast parameter, and gradients flow through it.
     """

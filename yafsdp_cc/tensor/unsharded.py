@@ -36,7 +36,7 @@ def unshard_until_reshard(group: ParamGroup, *, elsewhere: bool = True) -> None:
     if group.held is not None and group.is_in(group.held.buffer):
         return
     group.release_held()
-    group.context.gather_stream.wait_for_caller()  # which may have writes to the shard under way
+    group.context.gather_stream.wait_for_caller()  # the caller's stream may still write to the shard
     others = [each.unsharded.buffer for each in group.context.groups if each is not group]
     group.held = group.use(group.overflow() if elsewhere and group.unsharded.buffer in others else group.unsharded)
 

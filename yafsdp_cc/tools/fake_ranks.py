@@ -64,7 +64,7 @@ _READS: Mapping[str, Callable[[Tensor], Any]] = {
     "__float__": lambda tensor: 0.0,
     "__int__": lambda tensor: 0,
 }
-"""What the methods by which a host reads a tensor return for one without memory, by name; numbers are 0."""
+"""Results of the methods by which a host reads a tensor, by name, for a tensor without memory; numbers are 0."""
 
 
 class FakeDevice(TorchFunctionMode):

@@ -429,7 +429,7 @@ def _first_line(error: BaseException) -> str:
 
 
 class Failure(NamedTuple):
-    """How a rank failed. Killed ranks, and those without our runner, write no error file: ``time_ns`` is 0 then, and
+    """Failure of a rank. Killed ranks, and those without our runner, write no error file: ``time_ns`` is 0 then, and
     ``traceback`` empty."""
 
     time_ns: int
