@@ -1,7 +1,7 @@
 """Host time of one rank per unit and step, beside FSDP2's: what bounds training where kernels are short.
 
     python bench/host.py                        # the branches of CUDA and of the CPU on 8, 64 and 1,024 ranks
-    python bench/host.py --kinds cuda --hotspots 64     # where the time goes, by cProfile
+    python bench/host.py --kinds cuda --worlds 64 --hotspots     # where the time goes, by cProfile
 
 Ranks are fake (``yafsdp_cc.tools.fake_ranks``): collectives are calls that do nothing, streams and events are
 stand-ins in Python, for FSDP2 as well. Tensors are real ones in host memory, of a few KiB, equally large for any number

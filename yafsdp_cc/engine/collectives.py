@@ -132,21 +132,18 @@ class ExactReduceScatter(ReduceScatter):
             first, others = (own, received) if comm.world == 2 else (received[0], received[1:])
         for start in range(0, chunk, self._part or 1):  # ``range`` refuses a step of 0, on a rank without elements
             numel = min(self._part, chunk - start)
-            yield start, self._sum(first.narrow(0, start, numel), others.narrow(1, start, numel))
-
-    def _sum(self, total: Tensor, others: Tensor) -> Tensor:
-        """Return the sum of the first rank's elements [n] and those of other ranks [ranks - 1, n], in this order."""
-        if not self._sums_as_sent:  # cast into scratch memory, as adding two dtypes would allocate
-            ranks, numel = 1 + others.shape[0], total.numel()
-            scratch = self.context.scratch.take("fp32 sum", ranks * numel, torch.float32).view(ranks, numel)
-            scratch[0].copy_(total)
-            total, others = scratch[0], scratch[1:].copy_(others)
-        if others.shape[0] and total.is_cpu:  # ``index_add_`` adds row by row; ``torch.sum`` has its own order
-            total.view(1, -1).index_add_(0, self._place, others)
-        else:  # on CUDA ``index_add_`` would add in any order
-            for other in others:
-                total.add_(other)
-        return total if self._scale == 1 else total.mul_(self._scale)
+            total, rest = first.narrow(0, start, numel), others.narrow(1, start, numel)
+            if not self._sums_as_sent:  # cast into scratch memory, as adding two dtypes would allocate
+                ranks = 1 + rest.shape[0]
+                scratch = self.context.scratch.take("fp32 sum", ranks * numel, torch.float32).view(ranks, numel)
+                scratch[0].copy_(total)
+                total, rest = scratch[0], scratch[1:].copy_(rest)
+            if rest.shape[0] and total.is_cpu:  # ``index_add_`` adds row by row; ``torch.sum`` has its own order
+                total.view(1, -1).index_add_(0, self._place, rest)
+            else:  # on CUDA ``index_add_`` would add in any order
+                for other in rest:
+                    total.add_(other)
+            yield start, total if self._scale == 1 else total.mul_(self._scale)
 
 
 _MASK = (1 << 64) - 1

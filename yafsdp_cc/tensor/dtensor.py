@@ -548,6 +548,8 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             results.update(zip(places, _foreach_at(func, args, kwargs, places, len(specs)) or (), strict=False))
         return [results[place] for place in sorted(results)] or None
 
+    fewest = [-1 if spec is None else len(spec.shape) for spec in specs]
+
     def local(value: Any, name: str) -> Any:
         if _is_tensor_list(value):
             is_written = name in written.values()
@@ -560,7 +562,7 @@ def _foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # "scalars" is a tensor that holds one number for each position in the lists of tensors.
         if not isinstance(value, torch.Tensor) or name == "scalars" or (type(value) is torch.Tensor and not value.ndim):
             return value
-        return operand(func, min(specs, key=lambda spec: -1 if spec is None else len(spec.shape)), value)
+        return operand(func, specs[fewest.index(min(fewest))], value)
 
     locals_ = [local(value, each.name) for each, value in zip(func._schema.arguments, args, strict=False)]
     named = {name: local(value, name) for name, value in kwargs.items()}
@@ -632,7 +634,7 @@ def _reduce(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if type(each) is FlatDTensor:
                 check_is_real(func, each)
     else:
-        order, dtype = reductions.norm_arguments(given)
+        order, dtype = given["order"], given.get("dtype")
         of_one, kind = functools.partial(torch.linalg.vector_norm, ord=order, dtype=dtype), Reduction(order)
         of_locals = functools.partial(reductions.local_norms, order)
     summands = [summand_of(x, dtype or x.dtype.to_real()) for x in tensors if type(x) is FlatDTensor]

@@ -151,29 +151,22 @@ class ModelContents:
         if not self.is_written:
             check_written(dict(named_sharded_parameters(self._model)), self._model, self._params, self._mesh)
             self.is_written = True
-        contents = self._contents()
+        contents = list(chain.from_iterable(map(dict.values, self._registries)))
         is_known = len(contents) == len(self._seen) and all(map(is_, contents, self._seen))
         is_frozen = not any(each.requires_grad for each in self._frozen)
-        if self._registries and is_known and is_frozen and all(map(_lies_in_shard, self._params)):
+        in_shard = all(cast("FlatDTensor", each.parameter)._local_tensor is each.local for each in self._params)
+        if self._registries and is_known and is_frozen and in_shard:
             return
         for param in self._params:
             check_unchanged(param)
         self._frozen = _added_parameters(self._model, self._ignored)
         self._registries = [each for module in self._model.modules() for each in (module._modules, module._parameters)]
-        self._seen = self._contents()
-
-    def _contents(self) -> list[object]:
-        return list(chain.from_iterable(map(dict.values, self._registries)))
-
-
-def _lies_in_shard(param: FSDPParam) -> bool:
-    """Return whether the parameter that users see is still this rank's range of the shard."""
-    return cast("FlatDTensor", param.parameter)._local_tensor is param.local
+        self._seen = list(chain.from_iterable(map(dict.values, self._registries)))
 
 
 def check_unchanged(param: FSDPParam) -> None:
     """Raise a ``RuntimeError`` if modules hold something else in place of ``param``, or it has left its shard."""
-    if not param.is_held or not _lies_in_shard(param):
+    if not param.is_held or cast("FlatDTensor", param.parameter)._local_tensor is not param.local:
         raise RuntimeError(
             f"'{param.spec.name}' was replaced or converted after shard(), or this call is inside whole_parameters: "
             "the engine would go on with old values. Tie, convert and assign parameters before shard(), change their "

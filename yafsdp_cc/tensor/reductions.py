@@ -322,16 +322,12 @@ NORMS = ("linalg_vector_norm", "norm", "_foreach_norm")
 """Names of the operations of ``aten`` that are norms."""
 
 
-def norm_arguments(given: dict[str, Any]) -> tuple[float, torch.dtype | None]:
-    """Return the order and the dtype in the arguments ``given`` to a norm."""
-    order = given.get("ord", given.get("p"))
-    return 2.0 if order is None else float(order), given.get("dtype")
-
-
 def arguments_over_all(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
-    """Return a reduction's arguments by name, without those left out; None unless it covers all elements and yields a
-    new 0-d tensor."""
+    """Return a reduction's arguments by name, without those left out, and with the ``order`` that it has if it is a
+    norm; None unless it covers all elements and yields a new 0-d tensor."""
     given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+    order = given.get("ord", given.get("p"))
+    given["order"] = 2.0 if order is None else float(order)
     dims, ndim = given.get("dim"), given["self"].dim() if isinstance(given["self"], torch.Tensor) else 0
     covers_all = not dims or sorted(dim % max(ndim, 1) for dim in dims) == list(range(ndim))
     return given if covers_all and not given.get("keepdim", False) and "out" not in given else None
@@ -359,7 +355,7 @@ def _kept_lazy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lazy
         return _kept_sum(func, first, args, kwargs)
     is_norm = func._schema.name.removeprefix("aten::") in NORMS
     given = arguments_over_all(func, args, kwargs) if is_norm and partials.kind.order else None
-    if given is not None and Reduction(norm_arguments(given)[0]) == partials.kind:
+    if given is not None and Reduction(given["order"]) == partials.kind:
         local = partials.local.abs().sum() if partials.kind.is_sum else partials.local.max()
         return _lazy(Partials(local, partials.kind, partials.across), dtype)
     return None
