@@ -9,6 +9,8 @@ import signal
 import threading
 import time
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from torch import nn
 import yafsdp_cc
 from tests.ranks import RankError
 from tests.ranks import on_ranks as on_kept_ranks
+from yafsdp_cc.checkpoint import files
 from yafsdp_cc.sharding.watch import SECONDS
 
 on_ranks = partial(on_kept_ranks, fresh=True)  # a watch prints to its process's own standard error
@@ -112,6 +115,21 @@ def test_ranks_in_different_operations_are_told(capfd: pytest.CaptureFixture[str
     with pytest.raises(RankError):
         on_ranks(2, body, timeout=10)
     assert "yafsdp-cc: the ranks wait in different operations, " in capfd.readouterr().err
+
+
+def test_a_long_save_that_one_rank_writes_slowly_is_no_hang(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    code = compile("def slow(*_): time.sleep(4)", "<frozen slow disk>", "exec")  # no frame of a script, like a disk's
+
+    def body() -> None:
+        model = trained()
+        if dist.get_rank() == 0:
+            names: dict[str, Any] = {"time": time}
+            exec(code, names)
+            files.check_space = names["slow"]
+        yafsdp_cc.save(tmp_path / "last", model)
+
+    on_ranks(2, body)
+    assert capfd.readouterr().err == ""
 
 
 @pytest.mark.parametrize("ends", ["engine", "process group"])

@@ -131,13 +131,22 @@ class _Watch(threading.Thread):
             frame = frame.f_back
 
     def _waits_in(self, engines: Iterable[GroupContext]) -> str:
-        """Return the name of the function in which this rank waits for other ranks; "" if it does not wait for any."""
+        """Return the name of the function in which this rank waits for other ranks; "" if it does not wait for any.
+
+        It is a function of the engine, or else the one that the script has called: within one call, such as a large
+        checkpoint, a rank may write its files while others wait for it.
+        """
+        found = ""
         for frame in self._frames():
             file = frame.f_code.co_filename
+            if file.startswith(_ENGINE) and not found:
+                return f"engine {frame.f_code.co_name}"
             if file.startswith((_OURS, os.path.join(_TORCH, "distributed"))):
-                return f"{'engine' if file.startswith(_ENGINE) else 'call'} {frame.f_code.co_name}"
-            if not file.startswith(_NOT_THE_USERS):
+                found = f"call {frame.f_code.co_name}"
+            elif not file.startswith(_NOT_THE_USERS):
                 break
+        if found:
+            return found
         # on a GPU the host may wait for collectives anywhere, also in threads of autograd
         return "engine operation" if any(each.is_communicating() for each in engines) else ""
 
