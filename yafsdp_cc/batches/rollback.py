@@ -158,8 +158,9 @@ class BatchRollback:
     # Buffers, random states --------------------------------------------------------------------------------------
 
     def _save_buffers(self, model: nn.Module) -> None:
+        # a buffer that several modules share is saved once, by its id
         buffers = {id(buffer): buffer for module in model.modules() for buffer in module._buffers.values()}
-        saved = {key: self._saved_as(buffer) for key, buffer in buffers.items()}  # by id: shared ones stay shared
+        saved = {key: self._saved_as(buffer) for key, buffer in buffers.items()}
         for module in model.modules():
             if module._buffers:
                 held = {name: saved[id(buffer)] for name, buffer in module._buffers.items()}

@@ -193,7 +193,7 @@ def _sync(folder: Path) -> None:
         os.close(descriptor)
 
 
-# Space and damage
+# Room on the disk, and damaged files
 
 
 def check_space(folder: Path, needed: int) -> None:

@@ -291,7 +291,7 @@ def _unpickle(content: bytes, path: Path) -> Metadata:
 def _check_contents(contents: Metadata) -> dict[str, int]:
     """Return, by name, each file's least size in bytes; raise any ``Exception`` if ``contents`` are inconsistent.
 
-    torch writes no checksum, and anybody can make a table.
+    A table of contents that torch has written has no checksum, and may come from a stranger.
     """
     for value, kinds in _kinds(contents):
         if not isinstance(value, kinds):

@@ -187,7 +187,7 @@ class _Watch(threading.Thread):
         elif seen[waiting[0]].place.startswith("engine"):
             why = "all ranks wait in the same operation: the network is slow or broken, or one of them hangs in it"
         else:
-            return False  # all ranks are in the same call, such as a large checkpoint
+            return False  # all ranks are in the same call, such as a save() that takes minutes
         timeout = timeout_of(engines[0].info.shard_group)
         until = "" if timeout is None else f" (the process group's time-out is {timeout.total_seconds():.0f} s)"
         told = [seen[rank].text if rank in seen else "no answer: stopped, or gone" for rank in ranks]

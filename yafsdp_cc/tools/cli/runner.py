@@ -219,7 +219,7 @@ def _dump_collectives() -> None:
 
 
 _interrupts: list[int] = []
-"""Signals that ``_interrupt_once`` has handled; an ignored SIGINT would not tell, as the script may ignore it, too."""
+"""Signals that ``_interrupt_once`` has handled so far. An ignored SIGINT proves no Ctrl-C: a script may ignore it."""
 
 
 def _interrupt_once(number: int, _frame: FrameType | None) -> None:
