@@ -450,7 +450,7 @@ def break_order_of_freed_memory() -> None:
 
 def break_backward_stream() -> None:
     """Let the gates of groups be on whatever streams their forwards are."""
-    IterationState.on_backward_stream = lambda self, make_gate: make_gate()  # type: ignore[method-assign]
+    IterationState.stream = property(lambda self: None, lambda self, value: None)
 
 
 def break_leaf_stream() -> None:

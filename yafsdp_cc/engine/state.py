@@ -387,7 +387,9 @@ class FSDPState(_ModelStep):
         views: Sequence[Tensor] = unsharded.views
         if torch.is_grad_enabled():
             call = GroupCall(group, unsharded, iteration)
-            args, kwargs, views = iteration.on_backward_stream(partial(self._gate, call, args, kwargs))
+            stream, here = iteration.stream, self.context.gather_stream.caller()
+            with nullcontext() if stream is None or stream == here else on_stream(stream):
+                args, kwargs, views = self._gate(call, args, kwargs)
         group.register_unsharded(views)
         span = group.forward_span.start() if self.context.traces else None
         entered = GroupForward(group, unsharded, call, span, iteration if is_outermost else None, borrowed)
@@ -685,8 +687,12 @@ class IterationState:
     """
 
     state: FSDPState
-    _stream: torch.Stream | None
-    """The caller's stream, on which gates are made; None on a CPU."""
+    stream: torch.Stream | None
+    """The caller's stream, on which all gates are made; None on a CPU.
+
+    A node's backward runs on the stream that the node was made on. All nodes of the engine are made on one stream,
+    whatever streams the model uses, so gradients are written one after the other and before they are reduced.
+    """
     calls: list[GroupCall] = field(default_factory=list)
     trained: list[FSDPParam] = field(default_factory=list)
     """Replicated parameters whose gradients pass through the root gate."""
@@ -707,17 +713,6 @@ class IterationState:
     _steps: list[tuple[GroupCall, bool]] = field(default_factory=list)
     """Plan of the backward: calls in order, each with True where it ends and False where it begins."""
     _next: int = 0
-
-    def on_backward_stream(self, make_gate: Callable[[], Any]) -> Any:
-        """Call ``make_gate`` on the stream of this iteration's gates, and return its result.
-
-        A node's backward runs on the stream that the node was made on. All nodes of the engine are made on one stream,
-        whatever streams the model uses, so gradients are written one after the other and before they are reduced.
-        """
-        if self._stream is None or self._stream == self.state.context.gather_stream.caller():
-            return make_gate()
-        with on_stream(self._stream):
-            return make_gate()
 
     def gate(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Pass ``tensors`` and the replicated parameters through a ``Gate`` of the root; return the gated tensors."""
