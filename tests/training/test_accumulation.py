@@ -244,6 +244,68 @@ def test_a_kept_gradient_has_what_another_rank_wrote_before_the_parameter_was_fr
     assert torch.allclose(whole(model.second.weight.grad), plain.second.weight.grad, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("users", [(0, 1), (0,), (1,)])
+@ranks(2)
+def test_a_layer_frozen_between_micro_batches_has_on_all_ranks_what_any_wrote_before(users: tuple[int, ...]) -> None:
+    """Of a layer's weight, which is sharded, and of its bias, which is not, as where a GAN's losses take turns."""
+    model, plain = twins(Skipping)
+    batches = [numbers(3, 64, seed=rank) for rank in range(2)]
+    for _ in range(2):
+        model.set_requires_gradient_sync(False)
+        model(mine(batches), dist.get_rank() not in users).square().mean().backward()
+        model.set_requires_gradient_sync(True)
+        model.second.requires_grad_(False)
+        model(mine(batches), True).square().mean().backward()
+        for rank, batch in enumerate(batches):
+            for skips in (rank not in users, True):
+                (plain(batch, skips).square().mean() / 2).backward()
+        assert all(parameter.grad is not None for parameter in model.parameters())
+        same_gradients(model, {name: each.grad for name, each in plain.named_parameters()}, within=1e-5)
+        model.second.requires_grad_(True)
+        model.zero_grad()
+        plain.zero_grad()
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@ranks(2)
+def test_a_unit_that_the_last_micro_batch_leaves_out_has_what_one_rank_alone_wrote_before(frozen: bool) -> None:
+    model, plain = twins(Leaving)
+    batches = [numbers(3, 64, seed=rank) for rank in range(2)]
+    model.set_requires_gradient_sync(False)
+    model(mine(batches), passes=dist.get_rank() == 1).square().mean().backward()
+    model.set_requires_gradient_sync(True)
+    model.blocks[1].requires_grad_(not frozen)
+    model(mine(batches), leaves_out=True).square().mean().backward()
+    for rank, batch in enumerate(batches):
+        for options in ({"passes": rank == 1}, {"leaves_out": True}):
+            (plain(batch, **options).square().mean() / 2).backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    same_gradients(model, {name: each.grad for name, each in plain.named_parameters()}, within=1e-5)
+
+
+class Leaving(nn.Module):
+    """Three units, of which a forward may leave out the second, or call it without using its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Optional() for _ in range(3))
+
+    def forward(self, x: Tensor, passes: bool = True, leaves_out: bool = False) -> Tensor:
+        x = self.blocks[0](x, True)
+        x = x if leaves_out else self.blocks[1](x, passes)
+        out: Tensor = self.blocks[2](x, True)
+        return out
+
+
+class Optional(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor, passes: bool) -> Tensor:
+        return x + torch.tanh(self.inner(x)) if passes else x * 2
+
+
 @pytest.mark.parametrize("is_plain", [False, True])
 @ranks(2)
 def test_an_assigned_gradient_that_is_sharded_otherwise_is_refused_on_all_ranks(is_plain: bool) -> None:

@@ -123,8 +123,6 @@ class CompressedSum(Collective):
         """Whether ``exact_mean`` holds sums of this replica that are still to be summed over replicas."""
         self._frozen: list[FSDPParam] = []
         """Frozen parameters of the buffer, of which this sum has no gradient, while other parameters are trained."""
-        self._deferred: set[FSDPParam] = set()
-        """Parameters with deferred gradients, which the next sum sends even if they are frozen by then."""
         self._pending: Tensor | None = None
         """Deferred gradients of this rank's own chunk, [chunk] fp32; meaningless while none are deferred."""
         self._poison: Tensor | None = None
@@ -253,7 +251,7 @@ class CompressedSum(Collective):
     def reset(self) -> None:
         """Drop deferred gradients that are in no residual, and the leftovers of an interrupted sum."""
         self.is_unused = False
-        self._drop_deferred()
+        self._poison = None
         # Each ``record`` changes the fingerprint, and so reveals a rank that has not dropped or restarted the same.
         if self.factors is not None and self._encoded_in is self.schedule.backward:
             self.context.record("factors restarted", self.flat.name)  # some ranks' factors may be a message ahead
@@ -269,15 +267,11 @@ class CompressedSum(Collective):
         self._is_decoded, self.is_unused, self._encoded_in = True, False, None
         if self.factors is not None:
             self.factors.restart()
-        self._drop_deferred()
+        self._poison = None
         if self.residual is not None:
             self.residual.clear()
         if self.estimate is not None:
             self.estimate.zero_()
-
-    def _drop_deferred(self) -> None:
-        self._poison = None
-        self._deferred.clear()
 
     def rescale(self, factor: float) -> None:
         """Multiply residual, carried-over gradients and estimate by ``factor``, the change of the loss scale."""
@@ -311,7 +305,7 @@ class CompressedSum(Collective):
         self._carried = self.carried_over if encodes else None
         self._frozen = []
         for param in self.flat.params:
-            is_frozen = not (param.parameter.requires_grad or param in self._deferred)
+            is_frozen = not (param.parameter.requires_grad or param.is_owed)
             if is_frozen:
                 self._frozen.append(param)
             param.is_left_out = is_frozen and (self._encodes or self._carried is not None)
@@ -473,7 +467,6 @@ class CompressedReduceScatter(CompressedSum, ReduceScatter):
 
     def defer(self, grads: Tensor) -> None:
         assert self.residual is not None
-        self._deferred.update(param for param in self.flat.params if param.parameter.requires_grad)
         self.schedule.prepare(self.flat.name, grads)
         for chunks in other_chunks(grads, self.flat.layout, self.flat.rank):
             error_feedback.accumulate(chunks.values, self.residual.of(chunks))
@@ -552,7 +545,7 @@ class CompressedReduceScatter(CompressedSum, ReduceScatter):
             if self._poison is not None and self._pending is not None:
                 total.add_(self._pending.narrow(0, start, total.numel()))
             yield start, total
-        self._drop_deferred()
+        self._poison = None
 
     def _own_chunk_of(self, grads: Tensor) -> Tensor:
         return self.context.comm.own_chunk(grads, self.flat.layout.uneven_chunks)

@@ -52,6 +52,9 @@ class FSDPParam(StepState):
     """Whether the sum under way is kept out of ``.grad``: a frozen parameter's is of residuals or estimates alone."""
     written: bool = unreduced(False)
     """Whether a backward has written to ``unsharded_grad`` since the last reduce."""
+    is_owed: bool = unreduced(False)
+    """Whether the parameter was trained in a backward whose gradients are kept: it gets their sum, also if it is frozen
+    by then. Ranks agree on it, and not on ``written``."""
     factor: float = 1.0
     """Factor that a backward multiplies the parameter's gradients by; 0 makes zeros of infinite ones, too."""
 
@@ -373,6 +376,11 @@ class FlatParam:
         return any(param.parameter.requires_grad for param in self.params)
 
     @property
+    def takes_sums(self) -> bool:
+        """Whether the next sum over ranks has gradients of a parameter, perhaps of one that was frozen since."""
+        return self.trainable or any(param.is_owed for param in self.params)
+
+    @property
     def device_bytes(self) -> int:
         """Bytes of the shard and of its gradient on the device that forwards run on."""
         return self.sharded.nbytes + (self.sharded_grad.buffer.nbytes if self.sharded_grad is not None else 0)
@@ -424,6 +432,14 @@ class FlatParam:
     def add_to_grad(self, parts: Iterable[tuple[int, Tensor]], used: Sequence[bool]) -> None:
         """Divide a sum over ranks and add it to ``.grad``; the arguments are those of ``ShardedGrad.add``."""
         self.make_sharded_grad().add(parts, self.divisor, used)
+
+
+def owe(params: Iterable[FSDPParam]) -> bool:
+    """Note that ``params``, if they are trained, get the next sum; return whether one of them does."""
+    trained = [param for param in params if param.parameter.requires_grad]
+    for param in trained:
+        param.is_owed = True
+    return bool(trained)
 
 
 def _weight_sizes(flats: Sequence[FlatParam]) -> list[int]:

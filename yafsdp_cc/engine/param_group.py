@@ -27,7 +27,14 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from yafsdp_cc.engine.buffers import Buffer, BufferPool
-from yafsdp_cc.engine.param import FSDPParam, UnshardedGrads, UnshardedParams, unsharded_bytes, unsharded_grad_bytes
+from yafsdp_cc.engine.param import (
+    FSDPParam,
+    UnshardedGrads,
+    UnshardedParams,
+    owe,
+    unsharded_bytes,
+    unsharded_grad_bytes,
+)
 from yafsdp_cc.engine.step_state import StepState, transient, unreduced
 from yafsdp_cc.engine.streams import CommHandle
 from yafsdp_cc.profiling import Span, span
@@ -203,6 +210,8 @@ class ParamGroup(StepState):
     grads: UnshardedGrads | None = unreduced(None)
     """The gradient buffer, from ``take_grads``, when the backward reaches the group, to ``_take``, when its reduce is
     issued; the reduce reads the buffer until ``buffer.handle`` is over."""
+    owes_reduce: bool = unreduced(False)
+    """Whether a backward has reached the group, on all ranks, and kept what gradients any of them may have."""
     deferred: dict[FlatParam, list[bool]] = unreduced(dict)
     """For each ``FlatParam`` whose gradients its reduce-scatter has stored, which of its parameters have gradients."""
 
@@ -472,8 +481,7 @@ class ParamGroup(StepState):
     def take_grads(self) -> None:
         """Take a buffer for gradients that the next reduce is to sum, if the group has any; none is written yet."""
         context = self.context
-        # a flat parameter that was frozen after its gradients were deferred is summed, too
-        flats = tuple(flat for flat in self.flats if flat.trainable or flat in self.deferred)
+        flats = tuple(flat for flat in self.flats if flat.takes_sums)
         if not flats:
             return
         for flat in flats:
@@ -532,7 +540,9 @@ class ParamGroup(StepState):
                 leaf.grad = None
         if self.spec.settings.requires_gradient_sync:
             self.reduce()
-        elif self.grads is not None:
+            return
+        self.owes_reduce = owe(self.params) or self.owes_reduce
+        if self.grads is not None:
             self._defer(self.grads)
 
     def reduce(self) -> None:
@@ -540,6 +550,7 @@ class ParamGroup(StepState):
         next reduce is issued, the buffer is taken again or the backward ends."""
         self.acquire_grad_buffer()
         grads, context = self.grads, self.context
+        self.owes_reduce = False
         if grads is None:
             return
         used = self._take(grads)

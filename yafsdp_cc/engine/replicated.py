@@ -218,7 +218,7 @@ class ReplicatedParams:
     def add_to_grads(self) -> None:
         """Add the summed gradients, divided, to ``.grad``."""
         for flat, total in zip(self.flats, self._totals_by_flat, strict=True):
-            if flat.trainable:
+            if flat.takes_sums:
                 flat.add_to_grad([(0, total)], [param.written for param in flat.params])
         for param in self.params:
             param.written = False
@@ -241,7 +241,9 @@ def usage_flags(reduced: Mapping[FSDPParam, bool], count: int, is_fed: Callable[
 def _asks(param: FSDPParam) -> bool:
     """Return whether ``hand_out_grads`` has to know if another rank has used ``param``, which this rank has not."""
     parameter = param.parameter
-    return parameter.requires_grad and (parameter.grad is None or bool(parameter._post_accumulate_grad_hooks))
+    return (parameter.requires_grad or param.is_owed) and (
+        parameter.grad is None or bool(parameter._post_accumulate_grad_hooks)
+    )
 
 
 def hand_out_grads(reduced: Mapping[FSDPParam, bool], flags: Tensor | None) -> list[FSDPParam]:
@@ -257,5 +259,5 @@ def hand_out_grads(reduced: Mapping[FSDPParam, bool], flags: Tensor | None) -> l
                 used.add(param)
                 param.parameter.grad = param.grad if param.parameter.grad is None else param.parameter.grad
     for param in reduced:
-        param.is_withheld = False
+        param.is_withheld = param.is_owed = False
     return [param for param in reduced if param in used]

@@ -42,6 +42,7 @@ from torch.utils._pytree import tree_leaves
 from yafsdp_cc.engine.autograd import convert_tensors, gate, gate_tensors, hook_outputs, narrow
 from yafsdp_cc.engine.collectives import FINAL_REDUCE
 from yafsdp_cc.engine.cuda_streams import on_stream
+from yafsdp_cc.engine.param import owe
 from yafsdp_cc.engine.param_group import prefetch
 from yafsdp_cc.engine.replicated import hand_out_grads, usage_flags
 from yafsdp_cc.engine.step_state import StepState, history, transient, unreduced
@@ -546,13 +547,15 @@ class FSDPState(_ModelStep):
             for group in self.groups:  # a backward within this one, or an earlier one, may have left gradients
                 group.collect_grads(group.held)
                 on_leaves = any(leaf.grad is not None for leaf in group.unsharded.leaves)
-                if on_leaves or group.grads is not None or group.deferred:
+                if on_leaves or group.grads is not None or group.deferred or group.owes_reduce:
                     group.post_backward()
             sums_over_replicas = context.replicas is None or context.replicas.sums
             is_synced = any(spec.settings.requires_gradient_sync for spec in self.specs)
             self._keeps_grads = not (sums_over_replicas and is_synced)
             if not self._keeps_grads:
                 self._make_grads_final()
+            else:
+                owe(chain(self.replicated.params, *(flat.params for flat, _ in context.reduced)))
         context.wait_for_reduces()  # wait also for stores of deferred gradients, which read their buffers
         for group in self.groups:
             group.stop_accepting_grads()
