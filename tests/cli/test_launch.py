@@ -45,6 +45,7 @@ from yafsdp_cc import __version__
 from yafsdp_cc.config import Setting
 from yafsdp_cc.rescue.memory import folder_of_run
 from yafsdp_cc.tools.cli import elastic, launch
+from yafsdp_cc.tools.cli.profile import flags_and_script
 
 EXAMPLE = ROOT / "docs/examples/checkpoint.py"
 TWO = ("launch", "--standalone", "--nproc-per-node=2")
@@ -385,6 +386,20 @@ def test_flags_win_over_the_environment_and_that_over_the_run_file(monkeypatch: 
 
 
 @pytest.mark.skipif(importlib.util.find_spec("etcd") is not None, reason="python-etcd is installed")
+@pytest.mark.parametrize("argument", ["--r", "--n=3", "--log", "--rank", "--name", "--nnodes=2", "-r"])
+def test_arguments_of_a_script_may_look_like_flags(argument: str) -> None:
+    given = ["--nproc-per-node=2", "train.py", argument, "8"]
+    options = launch.all_flags().parse_args(given)
+    assert (options.nproc_per_node, options.training_script_args) == ("2", [argument, "8"])
+    assert flags_and_script(given) == (given[:1], given[1:])
+
+
+def test_a_flag_that_is_written_in_part_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        launch.all_flags().parse_args(["--nproc-per=2", "train.py"])
+    assert capsys.readouterr().err.endswith("error: unrecognized arguments: --nproc-per=2\n")
+
+
 def test_a_package_that_a_rendezvous_needs_is_named(tmp_path: Path) -> None:
     flags = ("--rdzv-backend=etcd", "--rdzv-endpoint=localhost:1", "--rdzv-id=a")
     ran = yafsdp_cc("launch", *flags, "-m", "json", folder=tmp_path)
