@@ -96,6 +96,23 @@ def test_one_rank_alone_asks() -> None:
             assert not any(asked(model, alone).values()), name
 
 
+@ranks(2)
+def test_a_part_and_a_wrapper_of_a_model_are_told_from_a_plain_one() -> None:
+    model, blocks = sharded(by_hand=False), nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+    yafsdp_cc.fully_shard(blocks[1])
+    head = nn.Sequential(nn.Sequential(nn.Linear(WIDTH, WIDTH)), nn.Linear(WIDTH, WIDTH))
+    yafsdp_cc.shard(head, units=["1"])
+    for wrong, said in (
+        (nn.ModuleDict({"net": model}), "this ModuleDict is not sharded itself, as its 'net' is: pass the module that"),
+        (blocks, "as its '1' is: .*, or call yafsdp_cc.fully_shard on the model, too"),
+        (head[0], r"this Sequential is not sharded itself, and part of a model that is: pass the model that was given"),
+        (nn.Linear(2, 2), r"this Linear is not sharded: call yafsdp_cc.shard\(model\) first"),
+    ):
+        for query in (yafsdp_cc.plan_of, yafsdp_cc.counters_of, yafsdp_cc.full_state_dict):
+            with pytest.raises(ValueError, match=said):
+                query(wrong)
+
+
 COLLECTIVES = (
     *(yafsdp_cc.shard, yafsdp_cc.fully_shard, yafsdp_cc.save, yafsdp_cc.load, yafsdp_cc.full_state_dict),
     *(yafsdp_cc.save_safetensors, yafsdp_cc.load_safetensors, yafsdp_cc.whole_parameters, yafsdp_cc.unshard_model),

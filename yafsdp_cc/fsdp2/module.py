@@ -559,7 +559,15 @@ def check_sharded(module: nn.Module) -> None:
                 f"this {type(module).__name__} is sharded by torch's own FSDP2, of which this knows nothing: shard the "
                 "model by yafsdp_cc.shard(model) or yafsdp_cc.fully_shard in its place"
             )
-        raise ValueError(f"this {type(module).__name__} is not sharded: call yafsdp_cc.shard(model) first")
+        said = f"this {type(module).__name__} is not sharded"
+        if name := next((prefix[:-1] for prefix, _ in sharded_parts(module)), ""):
+            raise ValueError(
+                f"{said} itself, as its '{name}' is: pass the module that was given to shard(), or call "
+                "yafsdp_cc.fully_shard on the model, too, after its blocks"
+            )
+        if any(isinstance(each, FlatDTensor) for each in module.parameters()):
+            raise ValueError(f"{said} itself, and part of a model that is: pass the model that was given to shard()")
+        raise ValueError(f"{said}: call yafsdp_cc.shard(model) first")
 
 
 def require_state(module: nn.Module) -> FSDPState:
