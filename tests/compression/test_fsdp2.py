@@ -300,6 +300,10 @@ def refused() -> None:
         pickle.dumps(yafsdp_cc.CompressionHookState("int8"))
     with pytest.raises(ValueError, match="CompressionHookState with overrides: a bucket of DDP is encoded as a whole"):
         yafsdp_cc.CompressionHookState(Compression(overrides={"*": "int4"}))
+    named = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
+    named.register_comm_hook("int8", yafsdp_cc.encoded_mean)
+    with pytest.raises(TypeError, match=r"has 'int8' for its state: .*CompressionHookState"):
+        named(torch.ones(2, 4)).sum().backward()
     rows = nn.parallel.DistributedDataParallel(nn.Embedding(8, 4, sparse=True))
     rows.register_comm_hook(yafsdp_cc.CompressionHookState("int8"), yafsdp_cc.encoded_mean)
     with pytest.raises(ValueError, match=r"that of a parameter of shape \(8, 4\) is sparse: .* with sparse=False"):
@@ -333,6 +337,11 @@ def test_torch_s_engines_with_compressed_communication() -> None:
         refused,
     ):
         body()
+
+
+def test_a_hook_that_is_made_before_there_are_ranks_is_refused() -> None:
+    with pytest.raises(RuntimeError, match=r"make it after torch\.distributed\.init_process_group"):
+        yafsdp_cc.CompressionHookState("int8")
 
 
 class Bucket:

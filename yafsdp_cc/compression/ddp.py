@@ -28,6 +28,7 @@ class CompressionHookState(CompressedCommunication):
 
     Raises:
         ValueError: the compression has a setting that a hook of DDP cannot serve.
+        RuntimeError: there is no process group yet.
     """
 
     def __init__(self, compression: Compression | str, group: dist.ProcessGroup | None = None) -> None:
@@ -46,7 +47,11 @@ class CompressionHookState(CompressedCommunication):
             )
         super().__init__(config)
         ranks = group if group is not None else dist.group.WORLD
-        assert ranks is not None
+        if ranks is None:
+            raise RuntimeError(
+                "CompressionHookState before there is a process group: make it after "
+                "torch.distributed.init_process_group and the DistributedDataParallel"
+            )
         self.group = ranks
         self.sums = self._all_reduces
         """Compressed sum of each bucket, by references to the bucket's parameters in order."""
@@ -70,6 +75,11 @@ def encoded_mean(state: CompressionHookState, bucket: GradBucket) -> torch.futur
     DDP rebuilds its buckets after the first step, and residuals start anew then. On CUDA messages are encoded and
     exchanged on a side stream beside the backward.
     """
+    if not isinstance(state, CompressionHookState):
+        raise TypeError(
+            f"encoded_mean has {state!r} for its state: register it by "
+            'ddp.register_comm_hook(yafsdp_cc.CompressionHookState("int8"), yafsdp_cc.encoded_mean)'
+        )
     total, parameters = bucket.buffer(), bucket.parameters()
     if total.is_sparse:
         raise ValueError(
