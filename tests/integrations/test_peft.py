@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -86,6 +88,26 @@ def _check_saved(plain: nn.Module, ran: dict[str, Any]) -> None:
     base = ran["make_model"]().unload()
     loaded = peft.PeftModel.from_pretrained(base, ran["folder"], is_trainable=True)
     same(dict(loaded.named_parameters()), plain)
+
+
+@ranks(2)
+def test_a_model_with_adapters_is_merged_before_others_read_it(tmp_path: Path) -> None:
+    as_launched()
+    model = _make_model()
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.1)
+    merged, tokens = copy.deepcopy(model).merge_and_unload(), torch.arange(8).view(1, 8)
+    yafsdp_cc.shard(model, reshard_after_forward=False)
+    with pytest.warns(UserWarning, match="merge_and_unload") if dist.get_rank() == 0 else nullcontext():
+        yafsdp_cc.save_safetensors(tmp_path / "own", model)
+    assert not (tmp_path / "own" / "config.json").exists()  # with one, from_pretrained makes weights up
+
+    plain = yafsdp_cc.unshard_model(model, rank0_only=True)  # what the warning says
+    if dist.get_rank() == 0:
+        plain.merge_and_unload().save_pretrained(tmp_path / "merged")
+        found = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "merged")
+        torch.testing.assert_close(found(tokens).logits, merged(tokens).logits)
 
 
 @ranks(2)

@@ -13,6 +13,7 @@ import io
 import json
 import os
 import shutil
+import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing
@@ -100,7 +101,8 @@ def save_safetensors(path: str | os.PathLike[str], model: nn.Module, *, dtype: t
     """Write a sharded model's whole weights, as ``transformers``' ``from_pretrained`` reads them. A collective.
 
     Weights come unit by unit to the first rank, which writes and holds one file (5 GB) at most. A tied
-    weight is written once, under its first name. The model's ``config`` and ``generation_config`` go along.
+    weight is written once, under its first name. The model's ``config`` and ``generation_config`` go along, unless it
+    has adapters of PEFT, under whose names ``from_pretrained`` finds no weights.
 
     Args:
         path: a new or empty folder; it appears only when complete, like one of ``save``.
@@ -349,6 +351,14 @@ def _write_files(folder: Path, tensors: Iterable[tuple[str, Tensor]], dtype: tor
 
 def _write_configs(folder: Path, model: nn.Module, dtype: torch.dtype | None) -> None:
     config: Any = getattr(model, "config", None)
+    if getattr(model, "peft_config", None):  # with a config, from_pretrained would draw weights at random, and warn
+        warnings.warn(
+            "save_safetensors writes no config.json for a model with adapters: from_pretrained does not know the names "
+            "that PEFT gives to weights. For the merged model call plain = yafsdp_cc.unshard_model(model, "
+            "rank0_only=True) on every rank, and on the first plain.merge_and_unload().save_pretrained(folder)",
+            stacklevel=3,
+        )
+        return
     if hasattr(config, "to_json_string"):
         config = copy.deepcopy(config)
         config.architectures = [type(model).__mro__[ShardedModule._orig_cls_mro_index].__name__]
