@@ -75,11 +75,6 @@ def encoded_mean(state: CompressionHookState, bucket: GradBucket) -> torch.futur
     DDP rebuilds its buckets after the first step, and residuals start anew then. On CUDA messages are encoded and
     exchanged on a side stream beside the backward.
     """
-    if not isinstance(state, CompressionHookState):
-        raise TypeError(
-            f"encoded_mean has {state!r} for its state: register it by "
-            'ddp.register_comm_hook(yafsdp_cc.CompressionHookState("int8"), yafsdp_cc.encoded_mean)'
-        )
     total, parameters = bucket.buffer(), bucket.parameters()
     if total.is_sparse:
         raise ValueError(
