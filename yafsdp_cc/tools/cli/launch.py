@@ -41,7 +41,7 @@ def all_flags() -> argparse.ArgumentParser:
     from torch.distributed import run as torchrun  # not for ``--help``: importing torch takes seconds
 
     parents = [ours := _own_flags(), torchrun.get_args_parser()]
-    # ``allow_abbrev`` has argparse refuse a script's own ``--r 8`` as an abbreviation of several of torchrun's flags
+    # with abbreviations, argparse refuses a script's own ``--r 8``, which may stand for several of torchrun's flags
     whole: dict[str, Any] = {"conflict_handler": "resolve", "allow_abbrev": False}
     return argparse.ArgumentParser(ours.prog, USAGE, ABOUT, parents=parents, **whole)
 
