@@ -94,7 +94,7 @@ def _be_rank(environment: dict[str, str], arguments: list[str], outputs: list[in
     status = 1
     try:
         os.setsid()
-        for notice in runner.NOTICES:  # the fork server ignores these signals
+        for notice in (*runner.NOTICES, signal.SIGTERM):  # the fork server ignores these signals
             signal.signal(notice, signal.SIG_DFL)
         begins.send_bytes(b"begun")
         begins.close()
