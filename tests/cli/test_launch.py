@@ -385,7 +385,6 @@ def test_flags_win_over_the_environment_and_that_over_the_run_file(monkeypatch: 
     assert options("--max-restarts=2", {"launch.log_dir": Setting(None, "--set")})["log_dir"] is None
 
 
-@pytest.mark.skipif(importlib.util.find_spec("etcd") is not None, reason="python-etcd is installed")
 @pytest.mark.parametrize("argument", ["--r", "--n=3", "--log", "--rank", "--name", "--nnodes=2", "-r"])
 def test_arguments_of_a_script_may_look_like_flags(argument: str) -> None:
     given = ["--nproc-per-node=2", "train.py", argument, "8"]
@@ -400,6 +399,7 @@ def test_a_flag_that_is_written_in_part_is_told(capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().err.endswith("error: unrecognized arguments: --nproc-per=2\n")
 
 
+@pytest.mark.skipif(importlib.util.find_spec("etcd") is not None, reason="python-etcd is installed")
 def test_a_package_that_a_rendezvous_needs_is_named(tmp_path: Path) -> None:
     flags = ("--rdzv-backend=etcd", "--rdzv-endpoint=localhost:1", "--rdzv-id=a")
     ran = yafsdp_cc("launch", *flags, "-m", "json", folder=tmp_path)

@@ -101,9 +101,9 @@ def test_a_model_with_adapters_is_merged_before_others_read_it(tmp_path: Path) -
     yafsdp_cc.shard(model, reshard_after_forward=False)
     with pytest.warns(UserWarning, match="merge_and_unload") if dist.get_rank() == 0 else nullcontext():
         yafsdp_cc.save_safetensors(tmp_path / "own", model)
-    assert not (tmp_path / "own" / "config.json").exists()  # with one, from_pretrained makes weights up
+    assert not (tmp_path / "own" / "config.json").exists()  # ``from_pretrained`` would draw weights by it
 
-    plain = yafsdp_cc.unshard_model(model, rank0_only=True)  # what the warning says
+    plain = yafsdp_cc.unshard_model(model, rank0_only=True)  # the warning names this call
     if dist.get_rank() == 0:
         plain.merge_and_unload().save_pretrained(tmp_path / "merged")
         found = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "merged")

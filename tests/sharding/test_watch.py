@@ -118,7 +118,7 @@ def test_ranks_in_different_operations_are_told(capfd: pytest.CaptureFixture[str
 
 
 def test_a_long_save_that_one_rank_writes_slowly_is_no_hang(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    code = compile("def slow(*_): time.sleep(4)", "<frozen slow disk>", "exec")  # no frame of a script, like a disk's
+    code = compile("def slow(*_): time.sleep(4)", "<frozen slow disk>", "exec")  # ``<frozen`` is no script
 
     def body() -> None:
         model = trained()

@@ -247,7 +247,7 @@ def test_a_kept_gradient_has_what_another_rank_wrote_before_the_parameter_was_fr
 @pytest.mark.parametrize("users", [(0, 1), (0,), (1,)])
 @ranks(2)
 def test_a_layer_frozen_between_micro_batches_has_on_all_ranks_what_any_wrote_before(users: tuple[int, ...]) -> None:
-    """Of a layer's weight, which is sharded, and of its bias, which is not, as where a GAN's losses take turns."""
+    """The layer's sharded weight and its replicated bias keep the gradients of a micro-batch without gradient sync."""
     model, plain = twins(Skipping)
     batches = [numbers(3, 64, seed=rank) for rank in range(2)]
     for _ in range(2):

@@ -54,7 +54,7 @@ class FSDPParam(StepState):
     """Whether a backward has written to ``unsharded_grad`` since the last reduce."""
     is_owed: bool = unreduced(False)
     """Whether the parameter was trained in a backward whose gradients are kept: it gets their sum, also if it is frozen
-    by then. Ranks agree on it, and not on ``written``."""
+    by then. Ranks agree on ``is_owed``, and not on ``written``."""
     factor: float = 1.0
     """Factor that a backward multiplies the parameter's gradients by; 0 makes zeros of infinite ones, too."""
 

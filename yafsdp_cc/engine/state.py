@@ -284,7 +284,7 @@ class FSDPState(_ModelStep):
             context.gather_stream.wait_event(stepped[0])
         if stepped is None or stepped[1] != [group.versions() for group in self.groups]:
             context.gather_stream.wait_for_caller()  # the optimizer's step is on the caller's stream
-        self._caller = _Caller()  # before anything can be interrupted: ``drop_interrupted`` tells by ``_caller``
+        self._caller = _Caller()  # ``drop_interrupted`` finds an interrupt of what follows by ``_caller``
         self.iteration = iteration = IterationState(self, context.gather_stream.caller())
         self._iterations.add(iteration)
         context.in_forward = True

@@ -99,7 +99,7 @@ def metrics_callback(folder: str | Path, **options: Any) -> TrainerCallback:
                 return
             if "loss" in figures:
                 self.metrics.report(**figures)
-            elif any(name.startswith("eval_") for name in figures):  # of set NAME, eval_NAME_loss
+            elif any(name.startswith("eval_") for name in figures):  # a set NAME has eval_NAME_loss
                 known = {"val_loss": figures.pop("eval_loss")} if "eval_loss" in figures else {}
                 self.metrics.record(**known, **figures)
 

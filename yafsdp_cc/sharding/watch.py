@@ -133,7 +133,7 @@ class _Watch(threading.Thread):
     def _waits_in(self, engines: Iterable[GroupContext]) -> str:
         """Return the name of the function in which this rank waits for other ranks; "" if it does not wait for any.
 
-        It is a function of the engine, or else the one that the script has called: within one call, such as a large
+        The function is one of the engine, or else the one that the script has called: within one call, such as a large
         checkpoint, a rank may write its files while others wait for it.
         """
         found = ""

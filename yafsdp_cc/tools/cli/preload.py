@@ -19,7 +19,7 @@ import yafsdp_cc.tools.metrics  # noqa: F401
 from yafsdp_cc.tools.cli import runner
 from yafsdp_cc.tools.netlab import namespaces
 
-for notice in (*runner.NOTICES, signal.SIGTERM):  # a batch system sends them to all processes of a job; ranks may save
+for notice in (*runner.NOTICES, signal.SIGTERM):  # batch systems send these to all processes
     signal.signal(notice, signal.SIG_IGN)
 os.setsid()  # leave the terminal's process group: its Ctrl-C is for the launcher and the ranks
 namespaces.die_with(os.getppid())
