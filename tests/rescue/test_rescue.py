@@ -23,15 +23,20 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint import FileSystemReader, state_dict_saver
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 
 import yafsdp_cc
 from tests.internals import mean_residuals_of, set_tuned_codecs, stop_autotuner
@@ -518,6 +523,69 @@ def test_a_snapshot_is_written_over_the_one_before_the_last(tmp_path: Path) -> N
         assert len(found[0]) == 2  # its own, and the copy of the other node's
 
     on_ranks(2, body)
+
+
+def test_snapshots_of_a_state_that_changes_its_form_have_its_values(tmp_path: Path) -> None:
+    """Ranks agree on a plan of what each writes where the form of any tensor has changed, and nowhere else."""
+    precise = 1 + 2.0**-40  # 1 in float32
+
+    def body() -> list[int]:
+        rank = dist.get_rank()
+        os.environ[MEMORY] = str(tmp_path / f"node-{rank}")
+        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 3))
+        model.register_buffer("kept", torch.ones(5))
+        yafsdp_cc.shard(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        rescue = yafsdp_cc.Rescue(model, optimizer, every=1)
+        rescue.restore()
+        group, states, first = optimizer.param_groups[0], optimizer.state, model[0].weight
+
+        def keep(*values: float, dtype: torch.dtype = torch.float32) -> None:
+            model.kept = torch.tensor(values, dtype=dtype)
+
+        changes: list[Callable[[], object]] = [
+            lambda: None,
+            lambda: model.kept.add_(1),
+            lambda: keep(*[precise] * 5, dtype=torch.float64),
+            lambda: keep(1, 2, 3),
+            lambda: keep(4, 5, 6),
+            lambda: rank and keep(4, 5, 6, dtype=torch.float64),  # rank 0's is saved
+            lambda: keep(7, 8, 9, dtype=torch.float64),
+            lambda: group.update(lr=torch.tensor(0.3)),
+            lambda: group["lr"].fill_(0.2),
+            lambda: group.update(lr=0.7, betas=(0.5, 0.9)),
+            lambda: group.update(lr=0.6),
+            lambda: states[first].update(more=torch.ones_like(first)),
+            lambda: states[first].update(more=torch.full_like(first, precise, dtype=torch.float64)),
+            lambda: states[first].pop("more"),
+        ]
+        plans = []
+        for change in changes:
+            model(torch.ones(2, 64)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            change()
+            with mock.patch.object(state_dict_saver, "save", wraps=state_dict_saver.save) as save:
+                rescue.step()
+                rescue._wait()
+            plans.append(save.call_count)
+            dist.barrier()  # the other node has the table of contents, too
+            found: Settings = {}
+            folder = snapshots(tmp_path, rank)[rescue._steps]
+            _load_state_dict(found, FileSystemReader(folder), planner=_EmptyStateDictLoadPlanner(), no_dist=True)
+            live = {name: each.full_tensor() for name, each in model.named_parameters()}
+            values = {name: dict(states[each]) for name, each in model.named_parameters()}
+            held = tree_map_only(DTensor, DTensor.full_tensor, values)
+            assert files.same(found["optimizer"]["state"], held)
+            assert files.same({name: found["model"][name] for name in live}, live)
+            assert [found["optimizer"]["param_groups"][0][name] for name in ("lr", "betas")] == [
+                group[name] for name in ("lr", "betas")
+            ]
+            if rank == 0:
+                assert files.same(found["model"]["kept"], model.kept)
+        return plans
+
+    assert on_ranks(2, body) == [[1, 0, 1, 1, 0, 1, 1, 1, 0, 1, 0, 1, 1, 1]] * 2
 
 
 def test_files_that_a_restore_has_fetched_are_in_no_later_snapshot(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import json
 import os
 import pickle
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -244,19 +244,28 @@ def _kind(error: BaseException) -> type[Exception]:
     return next((kind for kind in _KINDS if isinstance(error, kind)), RuntimeError)
 
 
+class Told:
+    """What a rank tells the others at the end of a block, ``own``, and what each of them has told, ``of_ranks``."""
+
+    own: Any = None
+    of_ranks: Sequence[Any] = ()
+
+
 @contextmanager
-def together(group: Group) -> Iterator[None]:
+def together(group: Group) -> Iterator[Told]:
     """Raise an error of one rank inside the block on every rank, in the same type, so that all leave the same way.
 
     If several ranks fail, the first one's error is raised, unless all fail in the same way: then each raises its own.
     If only some ranks miss a file, all raise a ValueError: a FileNotFoundError means "there is no checkpoint yet".
     """
     mine: Exception | None = None
+    told = Told()
     try:
-        yield
+        yield told
     except Exception as error:
         mine = error
-    failures = all_gather_objects(None if mine is None else (_kind(mine), str(mine)), group)
+    answers = all_gather_objects((None if mine is None else (_kind(mine), str(mine)), told.own), group)
+    failures, told.of_ranks = zip(*answers, strict=True)
     found = [(rank, *failure) for rank, failure in enumerate(failures) if failure is not None]
     if not found:
         return

@@ -152,12 +152,12 @@ def _write(path: Path, state: dict[str, Any], content: bytes, ticks: Ticks) -> N
                 replacement = stack.enter_context(closing(Replacement(path, files.CHECKPOINT))) if rank == 0 else None
             new, *_ = all_gather_objects(None if replacement is None else str(replacement.new), group)
             folder = Path(str(new))
-            with together(group), ticks.beside():
+            with together(group) as told, ticks.beside():
                 if not folder.is_dir():
                     raise ValueError(f"does not see {folder}, made by rank 0: choose a path that all ranks share")
                 files.write(folder / files.extra_name(rank, world), content)
-            sums = all_gather_objects(zlib.crc32(content), group)
-            writer = CheckpointWriter(folder, sums, is_shared=True, beside=ticks.beside)
+                told.own = zlib.crc32(content)
+            writer = CheckpointWriter(folder, told.of_ranks, is_shared=True, beside=ticks.beside)
             state_dict_saver.save(state, storage_writer=writer, planner=FirstRankPlanner(), **which)
         with together(group), ticks.beside():
             if replacement is not None:

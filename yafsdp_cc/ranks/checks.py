@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 import time
 import weakref
 from collections import Counter
@@ -31,9 +32,8 @@ def all_gather_objects(item: T, across: Sequence[dist.ProcessGroup]) -> list[T]:
     with suppress(RuntimeError, ValueError):  # there is no process group, or its store cannot be cloned
         _own_store()
     for group in (each for each in across if each.size() > 1):
-        theirs: list[list[T]] = [items] * group.size()
         try:
-            dist.all_gather_object(theirs, items, group=group)
+            theirs: list[list[T]] = [pickle.loads(each) for each in _all_gather_bytes(pickle.dumps(items), group)]
         except RuntimeError as error:
             raise RuntimeError(
                 f"what ranks check together has failed: {missing_in(group) or 'one'} has ended, or is in another "
@@ -41,6 +41,24 @@ def all_gather_objects(item: T, across: Sequence[dist.ProcessGroup]) -> list[T]:
             ) from error
         items = [each for some in theirs for each in some]
     return items
+
+
+_SHORT = 512
+"""Bytes of an object up to which one collective is enough; torch's all_gather_object always makes two."""
+
+
+def _all_gather_bytes(content: bytes, group: dist.ProcessGroup) -> list[bytes]:
+    """Return every rank's ``content``, by a second collective if that of some rank is longer than ``_SHORT``."""
+    device, size, lengths = dist.distributed_c10d._get_object_coll_device(group), 0, [_SHORT]
+    while size < max(lengths):
+        size = max(lengths)
+        message = bytearray(len(content).to_bytes(8, "little") + content[:size].ljust(size))
+        own = torch.frombuffer(message, dtype=torch.uint8).to(device)
+        everyones = [torch.empty_like(own) for _ in range(group.size())]
+        dist.all_gather(everyones, own, group=group)
+        found = [each.cpu().numpy().tobytes() for each in everyones]
+        lengths = [int.from_bytes(each[:8], "little") for each in found]
+    return [each[8 : 8 + length] for each, length in zip(found, lengths, strict=True)]
 
 
 _missing: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -20,8 +21,10 @@ from yafsdp_cc.ranks.checks import all_gather_objects, named_ranks
 
 _PART = 1 << 19
 """Bytes of one message between nodes: training may wait for it some milliseconds on a link of 1 Gbit/s."""
+_MAPPED = 1 << 26
+"""Bytes that are mapped into memory at a time: while the kernel does so, no other thread of the program runs."""
 _TAG = 71
-_PAUSE = 0.002
+_PAUSE = 0.005
 """Seconds from a ``may_send`` that returned False to the next call."""
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
@@ -101,6 +104,8 @@ def copy_to_buddies(
 
     ``whole`` has, by name, the sizes in bytes of the complete files that this rank has in ``folder``.
     """
+    if len(nodes.members) == 1:
+        return
     found = all_gather_objects(whole, group)
     copies: list[Transfer] = []
     for name in sorted({name for each in found for name in each}):
@@ -153,10 +158,8 @@ def transfer(
     receives = [group[0].recv([part], source, _TAG) for source, part in parts]
     left = deque((each.target, part) for each in sent for part in _mapped(folder / each.name, each.size))
     total, gone = sum(each.size for each in sent), 0
-    while True:
-        told = all_gather_objects((bool(left), threading.main_thread().is_alive()), group)
-        if not any(is_left for is_left, _ in told):
-            break
+    told = [(bool(transfers), True)]
+    while any(is_left for is_left, _ in told):
         if ending := [rank for rank, (_, is_alive) in enumerate(told) if not is_alive]:
             raise RuntimeError(f"the program of {named_ranks(ending)} ended while files were copied to other nodes")
         tick = time.monotonic() + TICK
@@ -167,6 +170,7 @@ def transfer(
                 gone += part.nbytes
             else:
                 time.sleep(_PAUSE)
+        told = all_gather_objects((bool(left), threading.main_thread().is_alive()), group)
     for work in receives:
         work.wait()
     for each in received:
@@ -177,6 +181,11 @@ def _part_of(folder: Path, transfer: Transfer) -> Path:
     return folder / f"{transfer.name}.part"
 
 
-def _mapped(file: Path, size: int) -> Sequence[Tensor]:
-    """Return a file mapped into memory, as uint8 tensors of at most ``_PART`` bytes; writing to one writes the file."""
-    return torch.from_file(str(file), shared=True, size=size, dtype=torch.uint8).split(_PART) if size else ()
+def _mapped(file: Path, size: int) -> Iterator[Tensor]:
+    """Yield a file's memory as uint8 tensors of at most ``_PART`` bytes; writing to one writes the file."""
+    with file.open("r+b") as stream:
+        for begin in range(0, size, _MAPPED):
+            length, pages = min(_MAPPED, size - begin), mmap.MAP_SHARED | mmap.MAP_POPULATE
+            # the kernel maps all pages at once, as a fault for each one would take as long as a copy
+            memory = mmap.mmap(stream.fileno(), length, pages, offset=begin)
+            yield from torch.frombuffer(memory, dtype=torch.uint8).split(_PART)

@@ -12,7 +12,6 @@ that, if it takes as long as the last one, it is whole ``every`` steps after tha
 from __future__ import annotations
 
 import gc
-import io
 import os
 import pickle
 import random
@@ -34,8 +33,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_saver
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -57,7 +54,7 @@ from yafsdp_cc.checkpoint.ranks import (
 from yafsdp_cc.checkpoint.reader import CheckpointReader
 from yafsdp_cc.checkpoint.save import collect, save, wait_for_saves
 from yafsdp_cc.checkpoint.state import as_sequence, host_copy, unwrapped
-from yafsdp_cc.checkpoint.writer import CheckpointWriter
+from yafsdp_cc.checkpoint.writer import CheckpointWriter, FirstRankPlanner, part_name
 from yafsdp_cc.fsdp2.module import drop_unreduced, require_state, sharded_parts
 from yafsdp_cc.ranks.checks import all_gather_objects, table_of_ranks
 from yafsdp_cc.replicas.sync import local_of, refuse_sync
@@ -160,6 +157,8 @@ class Rescue:
         Half of ``every`` at first, and at most: a snapshot that begins before the last one is due would wait for it."""
         self._kept: dict[str, Any] | None = None
         """Host copy of the state in the last snapshot; the next snapshot's copy uses the same memory."""
+        self._planner: FirstRankPlanner | None = None
+        """The plan by which ranks write the tensors of ``_kept``; None if they have not agreed on one for these."""
         self._job: Future[None] | None = None
         """Background writing of a snapshot, or copying of the one restored; None as soon as training waits for it."""
         self._save: Future[None] | None = None
@@ -411,9 +410,11 @@ class Rescue:
         refuse_sync("Rescue", self._model)  # ``join_replicas`` may have been called after ``restore``
         compressed = compression.sharded_state(self._model, means=False)
         state, content = collect(self._model, self._optimizers, self._extra(), compressed, self._ranks.front)
-        if tree_structure(self._kept) != tree_structure(state):
-            self._kept = tree_map(lambda _: None, state)
-        self._kept = tree_map(_copy_over, self._kept, state)
+        before = self._kept if tree_structure(self._kept) == tree_structure(state) else tree_map(lambda _: None, state)
+        self._kept = tree_map(_copy_over, before, state)
+        leaves = zip(tree_leaves(before), tree_leaves(self._kept), strict=True)
+        if any(old is not new for old, new in leaves if isinstance(old, Tensor) or isinstance(new, Tensor)):
+            self._planner = None
         copied, tensors = None, (each for each in tree_leaves(state) if isinstance(each, Tensor))
         if device := next((each.device for each in tensors if each.is_cuda), None):
             copied = torch.cuda.Event()
@@ -424,24 +425,30 @@ class Rescue:
     def _write(self, step: int, state: dict[str, Any], content: bytes, copied: torch.cuda.Event | None) -> None:
         """Write a snapshot; runs in the background thread."""
         group, (rank, world) = self._ranks.back, place_in(self._ranks.back)
-        folder, own = self._folder / f"step-{step}.{self._life}", (f"__{rank}_0.distcp", files.extra_name(rank, world))
+        folder, own = self._folder / f"step-{step}.{self._life}", (part_name(rank), files.extra_name(rank, world))
         if copied is not None:
             copied.synchronize()
         with together(group):
             if self._nodes.is_first:
                 self._begin_folder(folder)
-        with together(group):
+        planner = self._planner
+        with together(group) as told:
             if not (folder / own[0]).exists():
                 tensors = [local_of(each) for each in tree_leaves(state) if isinstance(each, Tensor)]
                 files.check_space(folder, 2 * (len(content) + sum(each.nbytes for each in tensors)))
             files.write(folder / own[1], content)
-        writer = CheckpointWriter(folder, all_gather_objects(zlib.crc32(content), group), is_shared=False)
-        writer.fs = _FilesInPlace()
-        # The planner puts replicated tensors into rank 0's file: a node that has lost its memory then fetches only rank
-        # 0's file and those of its own ranks.
-        planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
-        with by_torch(f"the snapshot behind step {step}", group) as which:
-            state_dict_saver.save(state, storage_writer=writer, planner=planner, **which)
+            told.own = zlib.crc32(content), planner is not None
+        sums, is_planned = zip(*told.of_ranks, strict=True)
+        writer = CheckpointWriter(folder, sums, is_shared=False)
+        if planner is not None and all(is_planned):
+            writer.write_again(planner, state, group)
+        else:
+            # The planner puts replicated tensors into rank 0's file: a node that has lost its memory then fetches only
+            # rank 0's file and those of its own ranks.
+            self._planner, planner = None, FirstRankPlanner(dedup_save_to_lowest_rank=True)
+            with by_torch(f"the snapshot behind step {step}", group) as which:
+                state_dict_saver.save(state, storage_writer=writer, planner=planner, **which)
+            self._planner = planner
         written = {name: size for name, size in files_in(folder).items() if name in own}
         copy_to_buddies(written, folder, self._nodes, group, self._may_send)
         found = all_gather_objects((self._steps, writer.table), group)  # waits until every file is on two nodes
@@ -498,18 +505,6 @@ def _in_thread(function: Callable[..., None], *args: object) -> Future[None]:
 
     threading.Thread(target=run, name="yafsdp_cc.rescue").start()
     return future
-
-
-class _FilesInPlace(FileSystem):
-    """Overwrites files that exist: their memory need not be freed, found and zeroed, which takes longer than writing.
-
-    Of a file that was longer, the old end remains; no table of contents refers to it.
-    """
-
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
-        with open(path, "r+b") if os.path.exists(path) else open(path, "wb") as stream:
-            yield stream
 
 
 def _step_of(name: str) -> int:
