@@ -25,11 +25,14 @@ from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch.distributed import HashStore
 from torch.distributed import run as torchrun
+from torch.distributed.elastic.agent.server import local_elastic_agent
+from torch.distributed.elastic.multiprocessing.api import PContext
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParameters
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
@@ -44,6 +47,7 @@ from tests.soak import LONG, also
 from yafsdp_cc import __version__
 from yafsdp_cc.config import Setting
 from yafsdp_cc.rescue.memory import folder_of_run
+from yafsdp_cc.tools import cli
 from yafsdp_cc.tools.cli import elastic, launch
 from yafsdp_cc.tools.cli.profile import flags_and_script
 
@@ -784,6 +788,38 @@ say('saved')
             os.kill(pid, signal.SIGUSR1)
         out, err = process.communicate(timeout=60)
         assert (process.returncode, out) == (0, "saved\n" * 2), err
+
+
+def slow_to_start(argv: list[str]) -> Any:
+    """The command, of which torch's agent knows the ranks long after they have started, as on a busy machine."""
+    start = local_elastic_agent.start_processes
+
+    def start_slowly(*given: Any, **settings: Any) -> PContext:
+        started = start(*given, **settings)
+        time.sleep(2)
+        return started
+
+    with mock.patch.object(local_elastic_agent, "start_processes", start_slowly):
+        return cli.main(argv)
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGUSR1, 0), (signal.SIGTERM, 143)])
+def test_a_signal_while_ranks_start_reaches_them(tmp_path: Path, number: signal.Signals, status: int) -> None:
+    body = f"""
+import signal
+noticed = []
+signal.signal({number:d}, lambda *_: noticed.append(True))
+say('ready')
+while not noticed: time.sleep(0.05)
+open(f"saved-{{rank}}", "w")
+"""
+    with started(*SHOWN, alone(tmp_path, body), folder=tmp_path, main=slow_to_start) as process:
+        for _ in range(2):
+            wait_for_line(process, "ready")
+        process.send_signal(number)
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == status, err
+    assert [each.name for each in sorted(tmp_path.glob("saved-*"))] == ["saved-0", "saved-1"]
 
 
 def test_a_sigterm_that_reaches_the_fork_server_ends_no_rank(tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ from torch.distributed import DistError
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import api
 from torch.distributed.elastic.multiprocessing.api import SignalException, SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import (
@@ -158,7 +159,7 @@ def _launch(job: _Job, launch: Callable[[], object], parser: argparse.ArgumentPa
         def run(self, role: str = DEFAULT_ROLE) -> RunResult:
             for each in NOTICES:
                 if signal.getsignal(each) is signal.SIG_DFL:
-                    signal.signal(each, self._pass_on)
+                    signal.signal(each, starts.handler(self._pass_on))
             result: RunResult = super().run(role)
             meeting = self._worker_group.spec.rdzv_handler
             if isinstance(meeting, FreshStores) and not result.is_failed():
@@ -167,7 +168,8 @@ def _launch(job: _Job, launch: Callable[[], object], parser: argparse.ArgumentPa
 
         def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
             job.began = time.time()
-            started: dict[int, Any] = super()._start_workers(worker_group)
+            with starts:
+                started: dict[int, Any] = super()._start_workers(worker_group)
             return started
 
         def _pass_on(self, number: int, _frame: FrameType | None) -> None:
@@ -187,10 +189,12 @@ def _launch(job: _Job, launch: Callable[[], object], parser: argparse.ArgumentPa
                 _report(job, result.failures)
             return result
 
+    starts = _Starts()
     signal.signal(signal.SIGINT, _stop_ranks)
     try:
-        # torch's ``elastic_launch`` takes the class of its agent from this attribute; it has no argument for the class
+        # torch takes the class of its agent and the handler of SIGTERM from these attributes, and has no arguments
         setattr(launcher_api, "LocalElasticAgent", Agent)  # noqa: B010  (mypy forbids the assignment)
+        setattr(api, "_terminate_process_handler", starts.handler(api._terminate_process_handler))  # noqa: B010
         launch()
     except ChildFailedError as failed:
         return _report(job, failed.failures)
@@ -200,6 +204,35 @@ def _launch(job: _Job, launch: Callable[[], object], parser: argparse.ArgumentPa
         print(f"yafsdp-cc: {_first_line(error)}", file=sys.stderr)
         return 0 if isinstance(error, _EndedError) and job.is_again else 1
     return 0
+
+
+class _Starts:
+    """A context in which torch's agent starts ranks: until they have started, it can neither signal nor end them.
+
+    What comes meanwhile would be lost, or would end the launcher and leave the ranks behind.
+    """
+
+    def __init__(self) -> None:
+        self._put_off: list[Callable[[], object]] | None = None
+
+    def handler(self, handle: Callable[[int, FrameType | None], object]) -> Callable[[int, FrameType | None], object]:
+        """Return ``handle`` as a handler of signals; it puts off the first signal while ranks start."""
+
+        def handle_later(number: int, frame: FrameType | None) -> None:
+            if self._put_off == []:
+                self._put_off.append(partial(handle, number, frame))
+            else:
+                handle(number, frame)
+
+        return handle_later
+
+    def __enter__(self) -> None:
+        self._put_off = []
+
+    def __exit__(self, *_: object) -> None:
+        put_off, self._put_off = self._put_off, None
+        for each in put_off or ():
+            each()
 
 
 def _stop_ranks(_signal: int, _frame: FrameType | None) -> NoReturn:
