@@ -32,8 +32,10 @@ OLDEST_VENV := .venv-oldest
 # What depends most on torch's private parts: autograd, DTensor, FSDP2, its checkpoints, streams, torchrun's flags.
 OLDEST_TESTS := tests/engine tests/sharding tests/fully_shard/test_programs.py tests/fully_shard/test_frameworks.py \
 	tests/checkpoint/test_assign.py tests/checkpoint/test_state_dicts.py tests/checkpoint/test_reader.py \
+	tests/checkpoint/test_writer.py \
 	tests/training/test_checkpointing.py tests/test_offload.py tests/test_parity.py tests/compression/test_fsdp2.py \
-	tests/cli/test_config.py tests/cli/test_launch.py::test_a_launch_that_names_no_port_needs_none
+	tests/cli/test_config.py tests/cli/test_launch.py::test_a_launch_that_names_no_port_needs_none \
+	tests/cli/test_launch.py::test_a_signal_while_ranks_start_reaches_them
 
 .PHONY: demo test test-oldest ready extras lint soak site clean
 

@@ -6,7 +6,7 @@ import logging
 import os
 import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing
 from functools import cache
@@ -107,7 +107,7 @@ def save(
     synchronize_replicas(model)
     # issue the collectives of compression and replicas before anything that can fail on one rank alone
     compressed = {**compression.sharded_state(model), **replicas.sharded_state(model)}
-    state, content = collect(model, optimizers, extra, compressed, ranks.front)
+    state, content = collect(model, optimizers, lambda: extra, compressed, ranks.front)
     if asynchronous:
         future = _background().submit(_write, target, tree_map(host_copy, state), content, Ticks(ranks.back))
         _under_way.add(future)
@@ -122,19 +122,27 @@ def save(
 
 
 def collect(
-    model: nn.Module, optimizers: Sequence[Optimizer], extra: dict[str, Any], compressed: dict[str, Any], group: Group
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    extra_of: Callable[[], dict[str, Any]],
+    compressed: dict[str, Any],
+    group: Group,
 ) -> tuple[dict[str, Any], bytes]:
     """Return a checkpoint's sharded state, of the live tensors, and the bytes of this rank's extra file. A collective.
 
-    ``compressed`` are the entries of compression and replicas for the sharded state.
+    ``extra_of`` returns the data of the extra file, and may raise on one rank alone; ``compressed`` are the entries of
+    compression and replicas for the sharded state.
     """
-    with together(group):
+    with together(group) as told:
+        extra = extra_of()
         check_plain(extra, "extra", tensors=(Tensor, nn.Parameter))
         compression.check_names(extra)
         state = {**state_of(model, optimizers), **compressed}
         own = compression.local_state(model, tuned=compression.RESIDUALS not in compressed)
         content = files.pack_extra({**extra, **own})
-    _check_alike(state, group)
+        names = sorted(flatten_state_dict(state)[0])
+        told.own = zlib.crc32("\n".join(names).encode()), _plain_parts(state)
+    _check_alike(names, told.of_ranks, group)
     # compute lazy sums over ranks now: an asynchronous save would issue their collectives amid those of training
     return tree_map_only(LazyReduction, LazyReduction.value, state), content
 
@@ -166,10 +174,12 @@ def _write(path: Path, state: dict[str, Any], content: bytes, ticks: Ticks) -> N
                     replacement.commit()
 
 
-def _check_alike(state: dict[str, Any], group: Group) -> None:
-    """Raise a ``ValueError`` for a name that only some ranks have, and for a plain tensor that is each rank's part."""
-    names, parts = sorted(flatten_state_dict(state)[0]), _plain_parts(state)
-    sums, parts_by_rank = zip(*all_gather_objects((zlib.crc32("\n".join(names).encode()), parts), group), strict=True)
+def _check_alike(names: list[str], of_ranks: Sequence[tuple[int, dict[str, bool]]], group: Group) -> None:
+    """Raise a ``ValueError`` for a name that only some ranks have, and for a plain tensor that is each rank's part.
+
+    Each of ``of_ranks`` is a checksum of a rank's ``names``, and its ``_plain_parts``.
+    """
+    sums, parts_by_rank = zip(*of_ranks, strict=True)
     if len(set(sums)) > 1:
         everywhere = all_gather_objects(names, group)
         counts = Counter(name for each in everywhere for name in each)
@@ -179,7 +189,7 @@ def _check_alike(state: dict[str, Any], group: Group) -> None:
             f"ranks {has} alone have '{some[0]}'{f' and {len(some) - 1} more' if some[1:] else ''} to save; every rank "
             "must have made the same steps with the same model"
         )
-    for name in parts if len(sums) > 1 else ():
+    for name in parts_by_rank[0] if len(sums) > 1 else ():
         if all(name in each for each in parts_by_rank) and any(each[name] for each in parts_by_rank):
             raise ValueError(
                 f"the optimizer has {name} as a plain tensor of the shape of each rank's part, of which a checkpoint "

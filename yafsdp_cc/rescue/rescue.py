@@ -333,7 +333,9 @@ class Rescue:
         self._tell_progress()
         if self._path is not None and self._save_every and self._steps % self._save_every == 0:
             wait_for_saves()  # each save holds a host copy of all state: with a slow disk, they would fill the memory
-            self._save = save(self._path, self._model, self._optimizers, asynchronous=True, **self._extra())
+            with together(self._ranks.front):
+                extra = self._extra()
+            self._save = save(self._path, self._model, self._optimizers, asynchronous=True, **extra)
         if self._steps >= self._next:  # ``_steps`` is larger if a snapshot failed and the program went on
             self._snapshot()
         # All ranks wait for a late snapshot after the same step, and without a deadlock. A rank that waits has issued
@@ -375,8 +377,8 @@ class Rescue:
             self._run.rmdir()
 
     def _extra(self) -> dict[str, Any]:
-        with together(self._ranks.front):  # an object's ``state_dict`` may raise on one rank alone
-            return {STEPS: self._steps, **{name: state_of() for name, (state_of, _) in self._states.items()}}
+        """Return the data of the extra file; an object's ``state_dict`` may raise on one rank alone."""
+        return {STEPS: self._steps, **{name: state_of() for name, (state_of, _) in self._states.items()}}
 
     def _tell_progress(self) -> None:
         with suppress(OSError):  # the memory may be full: the number is only for a message of ``restore``
@@ -409,7 +411,7 @@ class Rescue:
             check_is_one_value("Rescue.step()", self._model, self._ranks.front)
         refuse_sync("Rescue", self._model)  # ``join_replicas`` may have been called after ``restore``
         compressed = compression.sharded_state(self._model, means=False)
-        state, content = collect(self._model, self._optimizers, self._extra(), compressed, self._ranks.front)
+        state, content = collect(self._model, self._optimizers, self._extra, compressed, self._ranks.front)
         before = self._kept if tree_structure(self._kept) == tree_structure(state) else tree_map(lambda _: None, state)
         self._kept = tree_map(_copy_over, before, state)
         leaves = zip(tree_leaves(before), tree_leaves(self._kept), strict=True)
