@@ -5,12 +5,17 @@ from __future__ import annotations
 import io
 import zipfile
 import zlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils.serialization import config
 
 import yafsdp_cc
 
@@ -73,9 +78,49 @@ def test_an_entry_of_a_view_has_its_elements_alone(tmp_path: Path) -> None:
         "transposed": whole.t(),
         "expanded": whole[:1].expand(300, 100),
         "one": whole[3, 4],
+        "column of one row": whole[:1, 2],
         "conjugate": pairs.conj(),
         "negative": pairs.conj().imag,
     }
     for name, content in entries(tmp_path / "saved", views).items():
         assert torch.equal(torch.load(io.BytesIO(content), weights_only=True), views[name])
         assert len(content) < views[name].nbytes + 2000
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        lambda: torch.device("meta"),
+        lambda: mock.patch.object(config.save, "storage_alignment", 1 << 13),
+        torch.inference_mode,
+    ],
+    ids=["default device", "alignment", "inference mode"],
+)
+def test_a_checkpoint_is_readable_whatever_torch_is_set_to(
+    tmp_path: Path, settings: Callable[[], AbstractContextManager[object]]
+) -> None:
+    tensors = {"small": torch.randn(7, 11), "large": torch.randn(123, 77)}  # shapes that no other test has
+    with settings():
+        written = entries(tmp_path / "saved", tensors)
+    for name, content in written.items():
+        assert torch.equal(torch.load(io.BytesIO(content), weights_only=True), tensors[name])
+        records(content)
+
+
+def test_archives_have_checksums_when_torch_is_told_to_make_them_again(tmp_path: Path) -> None:
+    tensors = {"small": torch.randn(13, 11), "large": torch.randn(125, 77)}
+    torch.serialization.set_crc32_options(False)
+    try:
+        entries(tmp_path / "without", tensors)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    for content in entries(tmp_path / "with", tensors).values():
+        records(content)
+
+
+def test_a_subclass_is_saved_with_its_parts(tmp_path: Path) -> None:
+    two = TwoTensor(torch.randn(70, 90), torch.randn(70, 90))
+    [content] = entries(tmp_path / "saved", {"two": two}).values()
+    read = torch.load(io.BytesIO(content), weights_only=False)
+    assert torch.equal(read.a, two.a)
+    assert torch.equal(read.b, two.b)

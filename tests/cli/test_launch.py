@@ -803,12 +803,16 @@ def slow_to_start(argv: list[str]) -> Any:
         return cli.main(argv)
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGUSR1, 0), (signal.SIGTERM, 143)])
-def test_a_signal_while_ranks_start_reaches_them(tmp_path: Path, number: signal.Signals, status: int) -> None:
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [([signal.SIGUSR1], 0), ([signal.SIGTERM], 143), ([signal.SIGTERM, signal.SIGHUP], 143)],
+    ids=["notice", "end", "as systemd does"],
+)
+def test_a_signal_while_ranks_start_reaches_them(tmp_path: Path, sent: list[signal.Signals], status: int) -> None:
     body = f"""
 import signal
 noticed = []
-signal.signal({number:d}, lambda *_: noticed.append(True))
+signal.signal({sent[0]:d}, lambda *_: noticed.append(True))
 say('ready')
 while not noticed: time.sleep(0.05)
 open(f"saved-{{rank}}", "w")
@@ -816,10 +820,22 @@ open(f"saved-{{rank}}", "w")
     with started(*SHOWN, alone(tmp_path, body), folder=tmp_path, main=slow_to_start) as process:
         for _ in range(2):
             wait_for_line(process, "ready")
-        process.send_signal(number)
+        for number in sent:
+            process.send_signal(number)
+            time.sleep(0.2)  # of two that wait, Python handles the lower number first
         _, err = process.communicate(timeout=60)
         assert process.returncode == status, err
     assert [each.name for each in sorted(tmp_path.glob("saved-*"))] == ["saved-0", "saved-1"]
+
+
+def test_a_notice_while_ranks_start_ends_none_without_a_handler(tmp_path: Path) -> None:
+    body = "say('ready')\ntime.sleep(4)\nsay('done')"
+    with started(*SHOWN, alone(tmp_path, body), folder=tmp_path, main=slow_to_start) as process:
+        for _ in range(2):
+            wait_for_line(process, "ready")
+        process.send_signal(signal.SIGUSR1)
+        out, err = process.communicate(timeout=60)
+        assert (process.returncode, out) == (0, "done\n" * 2), err
 
 
 def test_a_sigterm_that_reaches_the_fork_server_ends_no_rank(tmp_path: Path) -> None:

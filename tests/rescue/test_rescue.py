@@ -588,6 +588,61 @@ def test_snapshots_of_a_state_that_changes_its_form_have_its_values(tmp_path: Pa
     assert on_ranks(2, body) == [[1, 0, 1, 1, 0, 1, 1, 1, 0, 1, 0, 1, 1, 1]] * 2
 
 
+def test_snapshots_of_a_model_without_tensors_have_its_state(tmp_path: Path) -> None:
+    class Counts(nn.Module):
+        counts: dict[str, int] = {}  # noqa: RUF012
+
+        def get_extra_state(self) -> dict[str, int]:
+            return self.counts
+
+        def set_extra_state(self, state: dict[str, int]) -> None:
+            self.counts = state
+
+    def body() -> None:
+        os.environ[MEMORY] = str(tmp_path)
+        model = Counts()
+        rescue = yafsdp_cc.Rescue(model, every=1)
+        rescue.restore()
+        for counts in ({"a": 1}, {"a": 2}, {"a": 2, "b": 3}, {"b": 4}, {"b": 4, "c": 5}):
+            model.counts = counts
+            rescue.step()
+            model.counts = {}
+            rescue.restore()
+            assert model.counts == counts
+
+    on_ranks(2, body)
+
+
+@pytest.mark.parametrize("goes_on", [1, 2])
+def test_a_program_may_make_another_process_group(tmp_path: Path, goes_on: int) -> None:
+    def body() -> None:
+        rank = dist.get_rank()
+        os.environ[MEMORY] = str(tmp_path / f"node-{rank}")
+        model = nn.Linear(3, 3)
+        nn.init.ones_(model.weight)
+        rescue = yafsdp_cc.Rescue(model, every=1)
+        rescue.restore()
+        rescue.step()
+        rescue._wait()
+        dist.barrier()
+        dist.destroy_process_group()
+        if rank < 2 - goes_on:
+            return
+        dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=1 - rank, world_size=goes_on)
+        assert rescue.restore() == 1
+        for step in (2, 3):
+            with torch.no_grad():
+                model.weight.fill_(step)
+            rescue.step()
+            rescue._wait()
+        with torch.no_grad():
+            model.weight.zero_()
+        assert rescue.restore() == 3
+        assert model.weight.unique().tolist() == [3]
+
+    on_ranks(2, body)
+
+
 def test_files_that_a_restore_has_fetched_are_in_no_later_snapshot(tmp_path: Path) -> None:
     for steps, began in ((4, 0), (9, 4), (15, 8), (15, 14)):  # rank 2 fetches rank 0's part, of which it has no copy
         assert [each["began"] for each in on_ranks(3, train, tmp_path, steps, "exact", 3)] == [began] * 3

@@ -169,7 +169,7 @@ def _write(path: Path, state: dict[str, Any], content: bytes, ticks: Ticks) -> N
             state_dict_saver.save(state, storage_writer=writer, planner=FirstRankPlanner(), **which)
         with together(group), ticks.beside():
             if replacement is not None:
-                files.write(folder / files.METADATA, writer.table)
+                files.write(folder / files.METADATA, writer.table())
                 with apart(path, group):
                     replacement.commit()
 

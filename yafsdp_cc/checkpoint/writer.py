@@ -7,13 +7,14 @@ import os
 import pickle
 import zlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -47,8 +48,8 @@ class CheckpointWriter(FileSystemWriter):
         beside: returns the context in which this rank writes its part.
     """
 
-    table = b""
-    """Bytes of the table of contents with its checksum, which ``finish`` sets on rank 0."""
+    _contents: Metadata | None = None
+    _written: Iterable[Sequence[WriteResult]] = ()
 
     def __init__(
         self, folder: Path, extra_sums: Sequence[int], *, is_shared: bool, beside: Beside = nullcontext
@@ -90,13 +91,20 @@ class CheckpointWriter(FileSystemWriter):
             told.own = self._write(planner.plan, planner).tobytes()  # quick to send: rank 0 alone makes objects of it
         if planner.is_coordinator:
             by_rank = enumerate(zip(planner.entries, told.of_ranks, strict=True))
-            results = [_results(part_name(rank), names, array("Q", each)) for rank, (names, each) in by_rank]
-            self.finish(planner.metadata, results)
+            written = (_results(part_name(rank), names, array("Q", each)) for rank, (names, each) in by_rank)
+            self.finish(planner.metadata, written)
 
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        places = {each.index: each.storage_data for written in results for each in written}
-        contents = replace(metadata, version=CURRENT_DCP_VERSION, storage_data=places, storage_meta=self.storage_meta())
-        self.table = files.sealed(pickle.dumps(contents))
+    def finish(self, metadata: Metadata, results: Iterable[Sequence[WriteResult]]) -> None:
+        self._contents, self._written = metadata, results
+
+    def table(self) -> bytes:
+        """Return the bytes of the table of contents, with its checksum, on rank 0; nothing on others."""
+        if self._contents is None:
+            return b""
+        places = {each.index: each.storage_data for written in self._written for each in written}
+        meta = self.storage_meta()
+        contents = replace(self._contents, version=CURRENT_DCP_VERSION, storage_data=places, storage_meta=meta)
+        return files.sealed(pickle.dumps(contents))
 
     def storage_meta(self) -> StorageMeta | None:
         """Return the id of the save, with the checksums of the extra files."""
@@ -132,13 +140,18 @@ def _saved(data: Tensor | io.BytesIO) -> tuple[Sequence[bytes | memoryview], int
 
     The elements of a tensor are read once, for one checksum: the archive needs it, and the whole's follows from it.
     """
-    if not isinstance(data, Tensor):
-        return (data.getbuffer(),), zlib.crc32(data.getbuffer())
-    dense = data.detach().cpu().contiguous().resolve_conj().resolve_neg()
-    elements = dense.view(-1).view(torch.uint8).numpy().data
-    archive, crc = _archive(data.dtype, data.shape), zlib.crc32(elements)
-    tail = _to_bytes(crc).join(archive.tail)
-    return (archive.head, elements, tail), zlib.crc32(tail, crc ^ archive.of_head)
+    if isinstance(data, Tensor):
+        data = data.detach().cpu().resolve_conj().resolve_neg()
+    if type(data) is Tensor:
+        elements = data.contiguous().as_strided((data.numel(),), (1,)).view(torch.uint8).numpy().data
+        archive = _archive(data.dtype, data.shape, torch.serialization.get_crc32_options())
+        crc = zlib.crc32(elements)
+        tail = _to_bytes(crc).join(archive.tail)
+        return (archive.head, elements, tail), zlib.crc32(tail, crc ^ archive.of_head)
+    if isinstance(data, Tensor):  # a subclass has parts of its own
+        torch.save(data.clone(), stream := io.BytesIO())
+        data = stream
+    return (data.getbuffer(),), zlib.crc32(data.getbuffer())
 
 
 class _Archive(NamedTuple):
@@ -154,35 +167,38 @@ class _Archive(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def _archive(dtype: torch.dtype, shape: torch.Size) -> _Archive:
-    zeros = torch.zeros(shape.numel() * dtype.itemsize, dtype=torch.uint8)  # memory that is only read takes no pages
-    stream = _WithoutElements()
-    torch.save(zeros.view(dtype).view(shape), cast("IO[bytes]", stream))
-    kept, name, crc = bytes(stream.kept), b"archive/data/0", zlib.crc32(zeros.numpy().data)
-    at = kept.index(name)
-    begin = at + len(name) + int.from_bytes(kept[at - 2 : at], "little")  # other fields are between name and elements
-    end = begin + (zeros.nbytes if zeros.nbytes < stream.LONG else 0)
-    head, tail = kept[:begin], kept[end:].split(_to_bytes(crc))
-    return _Archive(head, tail, zlib.crc32(zeros.numpy().data, zlib.crc32(head)) ^ crc)
+def _archive(dtype: torch.dtype, shape: torch.Size, has_sums: bool) -> _Archive:
+    zeros = np.zeros(shape.numel() * dtype.itemsize, np.uint8)  # NumPy's zeros take no memory while they are only read
+    stream, crc = _AroundElements(zeros.nbytes), zlib.crc32(zeros.data)
+    torch.save(torch.from_numpy(zeros).as_strided(zeros.shape, (1,)).view(dtype).view(shape), cast("IO[bytes]", stream))
+    head, tail = bytes(stream.head), bytes(stream.tail)
+    cut = tail.split(_to_bytes(crc)) if has_sums else [tail]
+    return _Archive(head, cut, zlib.crc32(zeros.data, zlib.crc32(head)) ^ crc)
 
 
-class _WithoutElements(io.RawIOBase):
-    """A stream that forgets what is written to it in long pieces, as the elements of a large tensor are."""
+class _AroundElements(io.RawIOBase):
+    """A stream that keeps what ``torch.save`` writes before and behind a tensor's ``size`` bytes, and forgets those."""
 
-    LONG = 1 << 12
-    """Bytes of the shortest piece that is forgotten: ``torch.save`` writes nothing else in pieces as long."""
+    _NAME = b"archive/data/0"
 
-    def __init__(self) -> None:
-        self.kept = bytearray()
+    def __init__(self, size: int) -> None:
+        self._left, self.head, self.tail = size, bytearray(), bytearray()
 
     def writable(self) -> bool:
         return True
 
     def write(self, data: Any) -> int:
-        size = memoryview(data).nbytes
-        if size < self.LONG:
-            self.kept += data
-        return size
+        piece = memoryview(data).cast("B")
+        at, begin = self.head.find(self._NAME), -1
+        if at >= 0:  # a length before a name in the archive is that of other fields behind it; then the elements begin
+            begin = at + len(self._NAME) + int.from_bytes(self.head[at - 2 : at], "little")
+        if len(self.head) != begin:
+            self.head += piece
+        else:
+            forgotten = min(self._left, piece.nbytes)
+            self._left -= forgotten
+            self.tail += piece[forgotten:]
+        return piece.nbytes
 
 
 def _to_bytes(crc: int) -> bytes:

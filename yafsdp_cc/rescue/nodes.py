@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import mmap
+import ctypes
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -21,11 +21,12 @@ from yafsdp_cc.ranks.checks import all_gather_objects, named_ranks
 
 _PART = 1 << 19
 """Bytes of one message between nodes: training may wait for it some milliseconds on a link of 1 Gbit/s."""
-_MAPPED = 1 << 26
-"""Bytes that are mapped into memory at a time: while the kernel does so, no other thread of the program runs."""
 _TAG = 71
 _PAUSE = 0.005
 """Seconds from a ``may_send`` that returned False to the next call."""
+_LIBC = ctypes.CDLL(None)
+_POPULATE_WRITE = 23
+"""MADV_POPULATE_WRITE of ``linux/mman.h``."""
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -181,11 +182,12 @@ def _part_of(folder: Path, transfer: Transfer) -> Path:
     return folder / f"{transfer.name}.part"
 
 
-def _mapped(file: Path, size: int) -> Iterator[Tensor]:
-    """Yield a file's memory as uint8 tensors of at most ``_PART`` bytes; writing to one writes the file."""
-    with file.open("r+b") as stream:
-        for begin in range(0, size, _MAPPED):
-            length, pages = min(_MAPPED, size - begin), mmap.MAP_SHARED | mmap.MAP_POPULATE
-            # the kernel maps all pages at once, as a fault for each one would take as long as a copy
-            memory = mmap.mmap(stream.fileno(), length, pages, offset=begin)
-            yield from torch.frombuffer(memory, dtype=torch.uint8).split(_PART)
+def _mapped(file: Path, size: int) -> Sequence[Tensor]:
+    """Return a file mapped into memory, as uint8 tensors of at most ``_PART`` bytes; writing to one writes the file."""
+    if not size:
+        return ()
+    memory = torch.from_file(str(file), shared=True, size=size, dtype=torch.uint8)
+    # The kernel maps all pages now, as a fault for each would take as long as a copy. Linux before 5.14 does not.
+    _LIBC.madvise(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(size), _POPULATE_WRITE)
+    parts: Sequence[Tensor] = memory.split(_PART)
+    return parts

@@ -196,6 +196,7 @@ class Rescue:
         with suppress(RuntimeError):  # raised if the last snapshot was not written: an earlier one is loaded
             self._wait()
         wait_for_saves()
+        self._planner = None  # a program may have made another process group
         settings: dict[str, object] = {"every": self._every, "path": self._path, "save_every": self._save_every}
         settings["names of states"] = sorted(self._states)
         self._ranks = ranks = meet("Rescue.restore()", self._model, settings, beside=True)
@@ -412,7 +413,9 @@ class Rescue:
         refuse_sync("Rescue", self._model)  # ``join_replicas`` may have been called after ``restore``
         compressed = compression.sharded_state(self._model, means=False)
         state, content = collect(self._model, self._optimizers, self._extra, compressed, self._ranks.front)
-        before = self._kept if tree_structure(self._kept) == tree_structure(state) else tree_map(lambda _: None, state)
+        before = self._kept
+        if tree_structure(before) != tree_structure(state):
+            before, self._planner = tree_map(lambda _: None, state), None
         self._kept = tree_map(_copy_over, before, state)
         leaves = zip(tree_leaves(before), tree_leaves(self._kept), strict=True)
         if any(old is not new for old, new in leaves if isinstance(old, Tensor) or isinstance(new, Tensor)):
@@ -453,11 +456,12 @@ class Rescue:
             self._planner = planner
         written = {name: size for name, size in files_in(folder).items() if name in own}
         copy_to_buddies(written, folder, self._nodes, group, self._may_send)
-        found = all_gather_objects((self._steps, writer.table), group)  # waits until every file is on two nodes
-        self._took = min(max(steps for steps, _ in found) - step + 1, self._every // 2)  # + 1 for the step under way
+        with together(group) as told:  # waits until every file is on two nodes
+            told.own = self._steps, writer.table()
+        self._took = min(max(steps for steps, _ in told.of_ranks) - step + 1, self._every // 2)  # + 1: the present step
         with together(group):  # the snapshot is whole once every node has the table of contents
             if self._nodes.is_first:
-                files.write(folder / f"{METADATA}.part", found[0][1])
+                files.write(folder / f"{METADATA}.part", told.of_ranks[0][1])
                 os.replace(folder / f"{METADATA}.part", folder / METADATA)
 
     def _whole_snapshots(self) -> list[str]:

@@ -172,11 +172,15 @@ def _launch(job: _Job, launch: Callable[[], object], parser: argparse.ArgumentPa
                 started: dict[int, Any] = super()._start_workers(worker_group)
             return started
 
-        def _pass_on(self, number: int, _frame: FrameType | None) -> None:
-            """Send the ranks a signal that without this handler would end the launcher."""
+        def _pass_on(self, number: int, frame: FrameType | None) -> None:
+            """Send the ranks a signal that without this handler would end the launcher.
+
+            ``frame`` is None if the signal was put off: ranks that have just started, without a handler, would die.
+            """
             for pid in self._pcontext.pids().values() if self._pcontext is not None else ():
                 with suppress(ProcessLookupError):
-                    os.kill(pid, number)
+                    if frame is not None or _catches(pid, number):
+                        os.kill(pid, number)
 
         def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
             if isinstance(self._pcontext, SubprocessContext):  # note which ended before torch's agent ends the others
@@ -216,13 +220,13 @@ class _Starts:
         self._put_off: list[Callable[[], object]] | None = None
 
     def handler(self, handle: Callable[[int, FrameType | None], object]) -> Callable[[int, FrameType | None], object]:
-        """Return ``handle`` as a handler of signals; it puts off the first signal while ranks start."""
+        """Return ``handle`` as a handler of signals, which is called with None as its frame once ranks have started."""
 
         def handle_later(number: int, frame: FrameType | None) -> None:
-            if self._put_off == []:
-                self._put_off.append(partial(handle, number, frame))
-            else:
+            if self._put_off is None:
                 handle(number, frame)
+            else:
+                self._put_off.append(partial(handle, number, None))
 
         return handle_later
 
@@ -233,6 +237,14 @@ class _Starts:
         put_off, self._put_off = self._put_off, None
         for each in put_off or ():
             each()
+
+
+def _catches(pid: int, number: int) -> bool:
+    """Return whether a process has a handler for a signal."""
+    with suppress(OSError):
+        caught = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+        return caught is not None and bool(int(caught[1], 16) >> (number - 1) & 1)
+    return False
 
 
 def _stop_ranks(_signal: int, _frame: FrameType | None) -> NoReturn:
