@@ -202,7 +202,7 @@ def run(program: Callable[..., None], kind: type[nn.Module], policy: MixedPrecis
         program(model, optimizer, torch.randn(4, WIDTH))
         # None of them stops the host but three norms, which go to the device to be summed, and back, and what ranks
         # exchange once, before the first forward.
-        assert program is not steps or watched.blocks == cut + 6 + 6
+        assert program is not steps or watched.blocks == cut + 6 + 2
     return watched.crossings
 
 

@@ -136,7 +136,7 @@ class FirstRankPlanner(DefaultSavePlanner):
 
 
 def _saved(data: Tensor | io.BytesIO) -> tuple[Sequence[bytes | memoryview], int]:
-    """Return, in parts, what ``torch.save`` writes for a dense tensor or has written, and the CRC-32 of all of it.
+    """Return an entry in parts, and its CRC-32: what ``torch.save`` writes for a tensor, or has written for an object.
 
     The elements of a tensor are read once, for one checksum: the archive needs it, and the whole's follows from it.
     """

@@ -54,9 +54,9 @@ def _all_gather_bytes(content: bytes, group: dist.ProcessGroup) -> list[bytes]:
         size = max(lengths)
         message = bytearray(len(content).to_bytes(8, "little") + content[:size].ljust(size))
         own = torch.frombuffer(message, dtype=torch.uint8).to(device)
-        everyones = [torch.empty_like(own) for _ in range(group.size())]
-        dist.all_gather(everyones, own, group=group)
-        found = [each.cpu().numpy().tobytes() for each in everyones]
+        everyones = own.new_empty(group.size(), own.numel())
+        dist.all_gather([*everyones], own, group=group)
+        found = [each.tobytes() for each in everyones.cpu().numpy()]
         lengths = [int.from_bytes(each[:8], "little") for each in found]
     return [each[8 : 8 + length] for each, length in zip(found, lengths, strict=True)]
 

@@ -196,7 +196,7 @@ def _launch(job: _Job, launch: Callable[[], object], parser: argparse.ArgumentPa
     starts = _Starts()
     signal.signal(signal.SIGINT, _stop_ranks)
     try:
-        # torch takes the class of its agent and the handler of SIGTERM from these attributes, and has no arguments
+        # torch takes the class of its agent, and its handler of signals, from these attributes: no arguments give them
         setattr(launcher_api, "LocalElasticAgent", Agent)  # noqa: B010  (mypy forbids the assignment)
         setattr(api, "_terminate_process_handler", starts.handler(api._terminate_process_handler))  # noqa: B010
         launch()
