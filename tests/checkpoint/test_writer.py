@@ -99,7 +99,7 @@ def test_an_entry_of_a_view_has_its_elements_alone(tmp_path: Path) -> None:
 def test_a_checkpoint_is_readable_whatever_torch_is_set_to(
     tmp_path: Path, settings: Callable[[], AbstractContextManager[object]]
 ) -> None:
-    tensors = {"small": torch.randn(7, 11), "large": torch.randn(123, 77)}  # shapes that no other test has
+    tensors = {"small": torch.randn(7, 11), "large": torch.randn(123, 77)}  # no other test has these shapes
     with settings():
         written = entries(tmp_path / "saved", tensors)
     for name, content in written.items():

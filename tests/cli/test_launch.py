@@ -822,7 +822,7 @@ open(f"saved-{{rank}}", "w")
             wait_for_line(process, "ready")
         for number in sent:
             process.send_signal(number)
-            time.sleep(0.2)  # of two that wait, Python handles the lower number first
+            time.sleep(0.2)  # Python handles the lower number first of two signals that wait
         _, err = process.communicate(timeout=60)
         assert process.returncode == status, err
     assert [each.name for each in sorted(tmp_path.glob("saved-*"))] == ["saved-0", "saved-1"]

@@ -527,7 +527,7 @@ def test_a_snapshot_is_written_over_the_one_before_the_last(tmp_path: Path) -> N
 
 def test_snapshots_of_a_state_that_changes_its_form_have_its_values(tmp_path: Path) -> None:
     """Ranks agree on a plan of what each writes where the form of any tensor has changed, and nowhere else."""
-    precise = 1 + 2.0**-40  # 1 in float32
+    precise = 1 + 2.0**-40  # float32 rounds it to 1
 
     def body() -> list[int]:
         rank = dist.get_rank()
@@ -549,7 +549,7 @@ def test_snapshots_of_a_state_that_changes_its_form_have_its_values(tmp_path: Pa
             lambda: keep(*[precise] * 5, dtype=torch.float64),
             lambda: keep(1, 2, 3),
             lambda: keep(4, 5, 6),
-            lambda: rank and keep(4, 5, 6, dtype=torch.float64),  # rank 0's is saved
+            lambda: rank and keep(4, 5, 6, dtype=torch.float64),  # the buffer of rank 0 is saved
             lambda: keep(7, 8, 9, dtype=torch.float64),
             lambda: group.update(lr=torch.tensor(0.3)),
             lambda: group["lr"].fill_(0.2),

@@ -245,7 +245,7 @@ def _kind(error: BaseException) -> type[Exception]:
 
 
 class Told:
-    """What a rank tells the others at the end of a block, ``own``, and what each of them has told, ``of_ranks``."""
+    """``together`` sends each rank's ``own`` to all ranks at the end of its block: ``of_ranks``, in rank order."""
 
     own: Any = None
     of_ranks: Sequence[Any] = ()

@@ -88,7 +88,7 @@ class CheckpointWriter(FileSystemWriter):
         with together(group) as told:
             if planner.is_coordinator:  # other ranks write tensors alone
                 planner.set_up_planner(state, is_coordinator=True)
-            told.own = self._write(planner.plan, planner).tobytes()  # quick to send: rank 0 alone makes objects of it
+            told.own = self._write(planner.plan, planner).tobytes()  # rank 0 alone makes objects of these bytes
         if planner.is_coordinator:
             by_rank = enumerate(zip(planner.entries, told.of_ranks, strict=True))
             written = (_results(part_name(rank), names, array("Q", each)) for rank, (names, each) in by_rank)
@@ -127,8 +127,8 @@ class FirstRankPlanner(DefaultSavePlanner):
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         plans, metadata = super().create_global_plan(all_plans)
         self.entries = [[each.index for each in plan.items] for plan in plans]
-        """On the first rank, the names of the entries of each rank's file."""
-        del self.global_plan  # of many ranks it is large, and ``write_again`` needs the planner, but not this
+        """Names of the entries of each rank's file, on the first rank."""
+        del self.global_plan  # the plan of many ranks is large, and ``write_again`` does without it
         return plans, metadata
 
 
@@ -148,14 +148,14 @@ def _saved(data: Tensor | io.BytesIO) -> tuple[Sequence[bytes | memoryview], int
         crc = zlib.crc32(elements)
         tail = _to_bytes(crc).join(archive.tail)
         return (archive.head, elements, tail), zlib.crc32(tail, crc ^ archive.of_head)
-    if isinstance(data, Tensor):  # a subclass has parts of its own
+    if isinstance(data, Tensor):  # a subclass pickles parts of its own
         torch.save(data.clone(), stream := io.BytesIO())
         data = stream
     return (data.getbuffer(),), zlib.crc32(data.getbuffer())
 
 
 class _Archive(NamedTuple):
-    """What ``torch.save`` writes around the elements of a tensor.
+    """``torch.save`` writes ``head`` before the elements of a tensor, and ``tail`` behind them.
 
     ``tail`` is cut where it has the CRC-32 of the elements. ``of_head`` is the exclusive or of the CRC-32 of the
     elements behind ``head`` and of that of the elements alone, the same for all elements, as CRC-32 is linear.
@@ -190,7 +190,7 @@ class _AroundElements(io.RawIOBase):
     def write(self, data: Any) -> int:
         piece = memoryview(data).cast("B")
         at, begin = self.head.find(self._NAME), -1
-        if at >= 0:  # a length before a name in the archive is that of other fields behind it; then the elements begin
+        if at >= 0:  # two bytes before the name are the length of the fields behind it, which the elements follow
             begin = at + len(self._NAME) + int.from_bytes(self.head[at - 2 : at], "little")
         if len(self.head) != begin:
             self.head += piece

@@ -456,9 +456,10 @@ class Rescue:
             self._planner = planner
         written = {name: size for name, size in files_in(folder).items() if name in own}
         copy_to_buddies(written, folder, self._nodes, group, self._may_send)
-        with together(group) as told:  # waits until every file is on two nodes
+        with together(group) as told:  # ``together`` waits until every file is on two nodes
             told.own = self._steps, writer.table()
-        self._took = min(max(steps for steps, _ in told.of_ranks) - step + 1, self._every // 2)  # + 1: the present step
+        last = max(steps for steps, _ in told.of_ranks)
+        self._took = min(last - step + 1, self._every // 2)  # the step under way is one more
         with together(group):  # the snapshot is whole once every node has the table of contents
             if self._nodes.is_first:
                 files.write(folder / f"{METADATA}.part", told.of_ranks[0][1])

@@ -211,9 +211,9 @@ def _launch(job: _Job, launch: Callable[[], object], parser: argparse.ArgumentPa
 
 
 class _Starts:
-    """A context in which torch's agent starts ranks: until they have started, it can neither signal nor end them.
+    """A context in which torch's agent starts ranks: until its start returns, the agent cannot signal or end them.
 
-    What comes meanwhile would be lost, or would end the launcher and leave the ranks behind.
+    A signal that comes meanwhile would be lost, or would end the launcher, and with it forked ranks.
     """
 
     def __init__(self) -> None:
