@@ -147,7 +147,7 @@ def test_a_save_whose_process_group_is_destroyed_meanwhile_replaces_nothing(is_m
     class Late(save_module.CheckpointWriter):
         def __init__(self, *args, **settings):
             super().__init__(*args, **settings)
-            destroyed.wait()  # torch's save comes next, and takes a program without process groups for one process
+            destroyed.wait()  # torch's exchange of plans comes next, and takes a program without groups for one process
 
     monkeypatch.setattr(save_module, "CheckpointWriter", Late)
     saving = yafsdp_cc.save(tmp_path / "step", model, optimizer, asynchronous=True, step=2)
@@ -495,7 +495,7 @@ def test_a_disk_may_take_longer_than_the_time_out(tmp_path, monkeypatch):
     model, optimizer = job("ours", steps=1)
     before = contents(model, optimizer)
     wait_before(files, "write", 2 - 2 * dist.get_rank())
-    wait_before(save_module.FirstRankPlanner, "resolve_data", dist.get_rank())
+    wait_before(save_module.CheckpointWriter, "resolve_data", dist.get_rank())
     for module in (reader_module, files):  # of tensors, and of extra files
         wait_before(module, "check_entry", dist.get_rank())
     wait_before(load_module, "CheckpointReader", dist.get_rank())

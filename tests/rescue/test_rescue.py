@@ -30,7 +30,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint import FileSystemReader, state_dict_saver
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -48,6 +48,7 @@ from yafsdp_cc import Compression
 from yafsdp_cc.checkpoint import files
 from yafsdp_cc.checkpoint.files import METADATA
 from yafsdp_cc.checkpoint.save import _under_way, wait_for_saves
+from yafsdp_cc.checkpoint.writer import CheckpointWriter
 from yafsdp_cc.compression.state import mean_estimates
 from yafsdp_cc.fsdp2.module import require_state
 from yafsdp_cc.optim import OneBitAdam
@@ -565,10 +566,12 @@ def test_snapshots_of_a_state_that_changes_its_form_have_its_values(tmp_path: Pa
             optimizer.step()
             optimizer.zero_grad()
             change()
-            with mock.patch.object(state_dict_saver, "save", wraps=state_dict_saver.save) as save:
+            with mock.patch.object(
+                CheckpointWriter, "agree", autospec=True, side_effect=CheckpointWriter.agree
+            ) as agree:
                 rescue.step()
                 rescue._wait()
-            plans.append(save.call_count)
+            plans.append(agree.call_count)
             dist.barrier()  # the other node has the table of contents, too
             found: Settings = {}
             folder = snapshots(tmp_path, rank)[rescue._steps]

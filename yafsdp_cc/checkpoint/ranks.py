@@ -282,7 +282,7 @@ def by_torch(doing: str, group: Group) -> Iterator[dict[str, Any]]:
     """Yield the keyword arguments by which torch's checkpoint functions use ``group``.
 
     A rank's failure is raised on all ranks, without torch's wrapping, as by ``together``. A rank that has ended or
-    hangs, and a ``group`` that was destroyed meanwhile, are a ``RuntimeError``.
+    hangs, and a ``group`` that was destroyed meanwhile, are a ``RuntimeError``, whose message begins with ``doing``.
     """
     try:
         if group and group[0].size() > 1:
@@ -291,8 +291,8 @@ def by_torch(doing: str, group: Group) -> Iterator[dict[str, Any]]:
             finally:  # torch's functions write or read one rank's part without a process group, and only warn
                 if not _is_alive(group):
                     raise RuntimeError(
-                        f"{doing}: destroy_process_group() was called meanwhile. Wait for asynchronous saves before, "
-                        "by result() of what save() returns"
+                        "destroy_process_group() was called meanwhile. Wait for asynchronous saves before, by result() "
+                        "of what save() returns"
                     )
         else:
             with warnings.catch_warnings():  # torch warns of a single process, which is intended
@@ -304,6 +304,7 @@ def by_torch(doing: str, group: Group) -> Iterator[dict[str, Any]]:
         text = str(cause) if kind is not RuntimeError else f"{type(cause).__name__}: {cause}"
         raise kind(f"{doing}: rank {rank}: {text}") from cause
     except RuntimeError as error:
-        if not group or not (missing := missing_in(group[0])) or missing in str(error):
-            raise
-        raise RuntimeError(f"{doing}: {missing} has ended or hangs\n{error}") from error
+        text = str(error)
+        if group and (missing := missing_in(group[0])) and missing not in text:
+            text = f"{missing} has ended or hangs\n{text}"
+        raise RuntimeError(f"{doing}: {text}") from error

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
@@ -34,7 +33,7 @@ from yafsdp_cc.checkpoint.ranks import (
     together,
 )
 from yafsdp_cc.checkpoint.state import MODEL, OPTIMIZER, as_sequence, check_plain, host_copy, state_of, unwrapped
-from yafsdp_cc.checkpoint.writer import CheckpointWriter, FirstRankPlanner
+from yafsdp_cc.checkpoint.writer import CheckpointWriter
 from yafsdp_cc.ranks.checks import all_gather_objects
 from yafsdp_cc.replicas.sync import local_of, synchronize_replicas
 from yafsdp_cc.tensor.reductions import LazyReduction
@@ -159,17 +158,19 @@ def _write(path: Path, state: dict[str, Any], content: bytes, ticks: Ticks) -> N
             with together(group), ticks.beside():
                 replacement = stack.enter_context(closing(Replacement(path, files.CHECKPOINT))) if rank == 0 else None
             new, *_ = all_gather_objects(None if replacement is None else str(replacement.new), group)
-            folder = Path(str(new))
-            with together(group) as told, ticks.beside():
+            folder, writer = Path(str(new)), CheckpointWriter()
+            writer.agree(state, **which)
+            with together(group) as extra, ticks.beside():
                 if not folder.is_dir():
                     raise ValueError(f"does not see {folder}, made by rank 0: choose a path that all ranks share")
+                files.check_space(folder, writer.total)
                 files.write(folder / files.extra_name(rank, world), content)
-                told.own = zlib.crc32(content)
-            writer = CheckpointWriter(folder, told.of_ranks, is_shared=True, beside=ticks.beside)
-            state_dict_saver.save(state, storage_writer=writer, planner=FirstRankPlanner(), **which)
+                extra.own = zlib.crc32(content)
+            with together(group) as tensors, ticks.beside():
+                tensors.own = writer.write(folder)
         with together(group), ticks.beside():
             if replacement is not None:
-                files.write(folder / files.METADATA, writer.table())
+                files.write(folder / files.METADATA, writer.table(tensors.of_ranks, extra.of_ranks))
                 with apart(path, group):
                     replacement.commit()
 

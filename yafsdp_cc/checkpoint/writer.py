@@ -5,10 +5,10 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import secrets
 import zlib
 from array import array
-from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -16,120 +16,107 @@ from typing import IO, TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, FileSystemWriter, _StorageInfo
-from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.utils import _DistWrapper
 from torch.distributed.tensor import DTensor
-from torch.futures import Future
 
 from yafsdp_cc.checkpoint import files
-from yafsdp_cc.checkpoint.ranks import together
 from yafsdp_cc.checkpoint.reader import CRC, EXTRA_SUMS
 
 if TYPE_CHECKING:
-    from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
-    from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-
-    from yafsdp_cc.checkpoint.files import Beside
-    from yafsdp_cc.checkpoint.ranks import Group
+    from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import SavePlan
 
 
-class CheckpointWriter(FileSystemWriter):
-    """torch's writer of a folder; every entry, the extra files and the table of contents get a checksum.
+class CheckpointWriter(DefaultSavePlanner):
+    """Writes tensors and a table of contents to a folder; every entry, the extra files and the table get a checksum.
 
-    Checksums are computed from memory, so that any damage of the files is noticed when they are read. The caller writes
-    the table of contents last, as it makes the checkpoint complete.
+        writer.agree(state, process_group=group)           on every rank, a collective
+        numbers = writer.write(folder)                     on every rank
+        content = writer.table(numbers_of_ranks, sums)     on the first rank
 
-    Args:
-        folder: folder to write to.
-        extra_sums: the CRC-32 of each rank's extra file, in rank order.
-        is_shared: whether all ranks write to one file system, which must have room for all their tensors.
-        beside: returns the context in which this rank writes its part.
+    It is torch's planner but for plain tensors, such as buffers and ignored parameters: the first rank alone writes
+    them, so that all of them are one rank's, where torch divides them among ranks, whose values may differ. Checksums
+    are computed from memory, so that any damage of the files is noticed when they are read.
     """
 
-    _contents: Metadata | None = None
-    _written: Iterable[Sequence[WriteResult]] = ()
+    total = 0
+    """Number of bytes of all ranks' tensors, on the first rank."""
 
-    def __init__(
-        self, folder: Path, extra_sums: Sequence[int], *, is_shared: bool, beside: Beside = nullcontext
+    def agree(
+        self, state: dict[str, Any], *, process_group: dist.ProcessGroup | None = None, no_dist: bool = False
     ) -> None:
-        super().__init__(folder)
-        self._extra_sums, self._is_shared, self._beside = list(extra_sums), is_shared, beside
+        """Agree with all ranks on the entries that each of them writes of ``state``. A collective."""
+        ranks = _DistWrapper(process_group, not no_dist, 0)
 
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        if self._is_shared:
-            files.check_space(Path(self.path), sum(map(_bytes, plans)))
-        return super().prepare_global_plan(plans)
+        def own_plan() -> SavePlan:
+            self.set_up_planner(state, is_coordinator=ranks.is_coordinator)
+            return self.create_local_plan()
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        done: Future[list[WriteResult]] = Future()
-        done.set_result(_results(_part_of(plan), [item.index for item in plan.items], self._write(plan, planner)))
-        return done
-
-    def _write(self, plan: SavePlan, planner: SavePlanner) -> array[int]:
-        """Write the planned entries to this rank's file, and return the length and the CRC-32 of each of them.
-
-        A file that exists is overwritten in place: its memory need not be freed, found and zeroed, which takes longer
-        than writing. Of a file that was longer, the old end remains; no table of contents refers to it.
-        """
-        file, numbers = Path(self.path) / _part_of(plan), array("Q")
-        mode = "r+b" if file.exists() else "wb"
-        with self._beside(), files.writing(file.parent, _bytes(plan)), file.open(mode) as stream:
-            for item in plan.items:
-                parts, crc = _saved(planner.resolve_data(item))
-                numbers += array("Q", (sum(map(stream.write, parts)), crc))
-            stream.flush()
-            os.fsync(stream.fileno())
-        return numbers
-
-    def write_again(self, planner: FirstRankPlanner, state: dict[str, Any], group: Group) -> None:
-        """Write a state with the tensors of the one that was saved by ``planner``, in other values. A collective."""
-        with together(group) as told:
-            if planner.is_coordinator:  # other ranks write tensors alone
-                planner.set_up_planner(state, is_coordinator=True)
-            told.own = self._write(planner.plan, planner).tobytes()  # rank 0 alone makes objects of these bytes
-        if planner.is_coordinator:
-            by_rank = enumerate(zip(planner.entries, told.of_ranks, strict=True))
-            written = (_results(part_name(rank), names, array("Q", each)) for rank, (names, each) in by_rank)
-            self.finish(planner.metadata, written)
-
-    def finish(self, metadata: Metadata, results: Iterable[Sequence[WriteResult]]) -> None:
-        self._contents, self._written = metadata, results
-
-    def table(self) -> bytes:
-        """Return the bytes of the table of contents, with its checksum, on rank 0; nothing on others."""
-        if self._contents is None:
-            return b""
-        places = {each.index: each.storage_data for written in self._written for each in written}
-        meta = self.storage_meta()
-        contents = replace(self._contents, version=CURRENT_DCP_VERSION, storage_data=places, storage_meta=meta)
-        return files.sealed(pickle.dumps(contents))
-
-    def storage_meta(self) -> StorageMeta | None:
-        """Return the id of the save, with the checksums of the extra files."""
-        meta = super().storage_meta()
-        vars(meta)[EXTRA_SUMS] = self._extra_sums
-        return meta
-
-
-class FirstRankPlanner(DefaultSavePlanner):
-    """Planner by which the first rank alone writes plain tensors, such as buffers and ignored parameters, so that all
-    of them are one rank's; torch's planner divides them among ranks, whose values may differ."""
+        self.plan = ranks.reduce_scatter("plan", own_plan, lambda plans: self.create_global_plan(plans)[0])
+        self._file, self._size = part_name(ranks.rank), _bytes(self.plan)
 
     def create_local_plan(self) -> SavePlan:
         plan = super().create_local_plan()
         if not self.is_coordinator:
             items = [each for each in plan.items if isinstance(self.state_dict[each.index.fqn], DTensor)]
-            self.plan = plan = replace(plan, items=items)
+            plan = replace(plan, items=items)
         return plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         plans, metadata = super().create_global_plan(all_plans)
+        del self.global_plan  # it is large with many ranks
+        self.total = sum(map(_bytes, plans))
         self.entries = [[each.index for each in plan.items] for plan in plans]
         """Names of the entries of each rank's file, on the first rank."""
-        del self.global_plan  # the plan of many ranks is large, and ``write_again`` does without it
         return plans, metadata
+
+    def write(self, folder: Path, state: dict[str, Any] | None = None) -> bytes:
+        """Write the entries of this rank to its file, and return the length and the CRC-32 of each, 8 bytes each.
+
+        A file that exists is overwritten in place: its memory need not be freed, found and zeroed, which takes longer
+        than writing. Of a file that was longer, the old end remains; no table of contents refers to it.
+
+        Args:
+            folder: folder to write to.
+            state: the state that was agreed on, in new values, if its tensors are the same ones.
+        """
+        if state is not None and self.is_coordinator:  # other ranks write tensors alone
+            self.set_up_planner(state, is_coordinator=True)
+        file, numbers = folder / self._file, array("Q")
+        mode = "r+b" if file.exists() else "wb"
+        with files.writing(folder, self._size), file.open(mode) as stream:
+            for item in self.plan.items:
+                parts, crc = _saved(self.resolve_data(item))
+                numbers += array("Q", (sum(map(stream.write, parts)), crc))
+            stream.flush()
+            os.fsync(stream.fileno())
+        return numbers.tobytes()
+
+    def table(self, numbers: Sequence[bytes], extra_sums: Sequence[int]) -> bytes:
+        """Return the content of the table of contents on the first rank, and nothing on others.
+
+        Args:
+            numbers: what ``write`` has returned on each rank.
+            extra_sums: the CRC-32 of each rank's extra file.
+        """
+        if not self.is_coordinator:
+            return b""
+        places: dict[MetadataIndex, _StorageInfo] = {}
+        for rank, (names, of_rank) in enumerate(zip(self.entries, numbers, strict=True)):
+            offset, found = 0, array("Q", of_rank)
+            for index, length, crc in zip(names, found[::2], found[1::2], strict=True):
+                places[index] = place = _StorageInfo(part_name(rank), offset, length)
+                vars(place)[CRC] = crc
+                offset += length
+        meta = StorageMeta(save_id=secrets.token_hex(16))
+        vars(meta)[EXTRA_SUMS] = list(extra_sums)
+        contents = replace(self.metadata, version=CURRENT_DCP_VERSION, storage_data=places, storage_meta=meta)
+        return files.sealed(pickle.dumps(contents))
 
 
 # The bytes of an entry -----------------------------------------------------------------------------------------------
@@ -208,22 +195,6 @@ def _to_bytes(crc: int) -> bytes:
 def part_name(rank: int) -> str:
     """Return the name of the file that has a rank's tensors."""
     return f"__{rank}_0.distcp"
-
-
-def _part_of(plan: SavePlan) -> str:
-    return f"{plan.storage_data.prefix}0.distcp"
-
-
-def _results(file: str, entries: Sequence[MetadataIndex], numbers: Sequence[int]) -> list[WriteResult]:
-    """Return torch's results of a written file, with checksums, of its entries' lengths and checksums in turn."""
-    results: list[WriteResult] = []
-    offset = 0
-    for index, length, crc in zip(entries, numbers[::2], numbers[1::2], strict=True):
-        place = _StorageInfo(file, offset, length)
-        vars(place)[CRC] = crc
-        results.append(WriteResult(index, length, place))
-        offset += length
-    return results
 
 
 def _bytes(plan: SavePlan) -> int:

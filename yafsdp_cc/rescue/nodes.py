@@ -99,15 +99,14 @@ def fetch(names: Collection[str], folder: Path, nodes: Nodes, group: Group) -> l
 
 
 def copy_to_buddies(
-    whole: dict[str, int], folder: Path, nodes: Nodes, group: Group, may_send: Callable[[float], bool]
+    found: Sequence[dict[str, int]], folder: Path, nodes: Nodes, group: Group, may_send: Callable[[float], bool]
 ) -> None:
     """Copy each file that only one node has to the next node. A collective.
 
-    ``whole`` has, by name, the sizes in bytes of the complete files that this rank has in ``folder``.
+    ``found`` has, by name, the sizes in bytes of the complete files that each rank has in ``folder``.
     """
     if len(nodes.members) == 1:
         return
-    found = all_gather_objects(whole, group)
     copies: list[Transfer] = []
     for name in sorted({name for each in found for name in each}):
         sources = [rank for rank, each in enumerate(found) if name in each]

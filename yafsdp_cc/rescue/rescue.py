@@ -22,6 +22,7 @@ import threading
 import warnings
 import weakref
 import zlib
+from array import array
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
 from contextlib import closing, contextmanager, suppress
@@ -32,7 +33,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -54,7 +54,7 @@ from yafsdp_cc.checkpoint.ranks import (
 from yafsdp_cc.checkpoint.reader import CheckpointReader
 from yafsdp_cc.checkpoint.save import collect, save, wait_for_saves
 from yafsdp_cc.checkpoint.state import as_sequence, host_copy, unwrapped
-from yafsdp_cc.checkpoint.writer import CheckpointWriter, FirstRankPlanner, part_name
+from yafsdp_cc.checkpoint.writer import CheckpointWriter, part_name
 from yafsdp_cc.fsdp2.module import drop_unreduced, require_state, sharded_parts
 from yafsdp_cc.ranks.checks import all_gather_objects, table_of_ranks
 from yafsdp_cc.replicas.sync import local_of, refuse_sync
@@ -157,8 +157,8 @@ class Rescue:
         Half of ``every`` at first, and at most: a snapshot that begins before the last one is due would wait for it."""
         self._kept: dict[str, Any] | None = None
         """Host copy of the state in the last snapshot; the next snapshot's copy uses the same memory."""
-        self._planner: FirstRankPlanner | None = None
-        """The plan by which ranks write the tensors of ``_kept``; None if they have not agreed on one for these."""
+        self._writer: CheckpointWriter | None = None
+        """Writer of the tensors of ``_kept``; None if ranks have not agreed on what each writes of these."""
         self._job: Future[None] | None = None
         """Background writing of a snapshot, or copying of the one restored; None as soon as training waits for it."""
         self._save: Future[None] | None = None
@@ -196,7 +196,7 @@ class Rescue:
         with suppress(RuntimeError):  # raised if the last snapshot was not written: an earlier one is loaded
             self._wait()
         wait_for_saves()
-        self._planner = None  # a program may have made another process group
+        self._writer = None  # a program may have made another process group
         settings: dict[str, object] = {"every": self._every, "path": self._path, "save_every": self._save_every}
         settings["names of states"] = sorted(self._states)
         self._ranks = ranks = meet("Rescue.restore()", self._model, settings, beside=True)
@@ -233,10 +233,10 @@ class Rescue:
         self._tell_progress()
         if self._nodes.is_first:
             self._remove_all_but(snapshot)
-        all_gather_objects(None, ranks.back)
+        folder = self._folder / snapshot
+        found = all_gather_objects(files_in(folder) if snapshot else {}, ranks.back)
         if snapshot and len(self._nodes.members) > 1:  # the next node to be lost may alone have a file
-            folder = self._folder / snapshot
-            self._job = _in_thread(copy_to_buddies, files_in(folder), folder, self._nodes, ranks.back, self._may_send)
+            self._job = _in_thread(copy_to_buddies, found, folder, self._nodes, ranks.back, self._may_send)
         is_later = any(each.parents[1] != self._folder for each in self._run.glob(f"*/step-*/{METADATA}"))
         if self._nodes.rank == 0 and (source or lost or is_later):
             again = f"; steps {steps + 1} to {lost} are made again" if lost > steps else ""
@@ -412,54 +412,59 @@ class Rescue:
             check_is_one_value("Rescue.step()", self._model, self._ranks.front)
         refuse_sync("Rescue", self._model)  # ``join_replicas`` may have been called after ``restore``
         compressed = compression.sharded_state(self._model, means=False)
-        state, content = collect(self._model, self._optimizers, self._extra, compressed, self._ranks.front)
+        folder = self._folder / f"step-{self._steps}.{self._life}"
+
+        def begin() -> dict[str, Any]:
+            if self._nodes.is_first:
+                self._begin_folder(folder)
+            return self._extra()
+
+        state, content = collect(self._model, self._optimizers, begin, compressed, self._ranks.front)
         before = self._kept
         if tree_structure(before) != tree_structure(state):
-            before, self._planner = tree_map(lambda _: None, state), None
+            before, self._writer = tree_map(lambda _: None, state), None
         self._kept = tree_map(_copy_over, before, state)
         leaves = zip(tree_leaves(before), tree_leaves(self._kept), strict=True)
         if any(old is not new for old, new in leaves if isinstance(old, Tensor) or isinstance(new, Tensor)):
-            self._planner = None
+            self._writer = None
         copied, tensors = None, (each for each in tree_leaves(state) if isinstance(each, Tensor))
         if device := next((each.device for each in tensors if each.is_cuda), None):
             copied = torch.cuda.Event()
             copied.record(torch.cuda.current_stream(device))
         self._started = self._steps
-        self._job = _in_thread(self._write, self._steps, self._kept, content, copied)
+        self._job = _in_thread(self._write, folder, self._kept, content, copied)
 
-    def _write(self, step: int, state: dict[str, Any], content: bytes, copied: torch.cuda.Event | None) -> None:
+    def _write(self, folder: Path, state: dict[str, Any], content: bytes, copied: torch.cuda.Event | None) -> None:
         """Write a snapshot; runs in the background thread."""
         group, (rank, world) = self._ranks.back, place_in(self._ranks.back)
-        folder, own = self._folder / f"step-{step}.{self._life}", (part_name(rank), files.extra_name(rank, world))
         if copied is not None:
             copied.synchronize()
-        with together(group):
-            if self._nodes.is_first:
-                self._begin_folder(folder)
-        planner = self._planner
         with together(group) as told:
-            if not (folder / own[0]).exists():
+            if not (folder / part_name(rank)).exists():
                 tensors = [local_of(each) for each in tree_leaves(state) if isinstance(each, Tensor)]
                 files.check_space(folder, 2 * (len(content) + sum(each.nbytes for each in tensors)))
-            files.write(folder / own[1], content)
-            told.own = zlib.crc32(content), planner is not None
-        sums, is_planned = zip(*told.of_ranks, strict=True)
-        writer = CheckpointWriter(folder, sums, is_shared=False)
-        if planner is not None and all(is_planned):
-            writer.write_again(planner, state, group)
-        else:
-            # The planner puts replicated tensors into rank 0's file: a node that has lost its memory then fetches only
+            files.write(folder / files.extra_name(rank, world), content)
+            told.own = len(content), zlib.crc32(content), self._writer and self._writer.write(folder, state)
+        lengths, sums, numbers = zip(*told.of_ranks, strict=True)
+        writer = self._writer
+        if writer is None or None in numbers:
+            # Replicated tensors are written by the lowest rank: a node that has lost its memory then fetches only
             # rank 0's file and those of its own ranks.
-            self._planner, planner = None, FirstRankPlanner(dedup_save_to_lowest_rank=True)
-            with by_torch(f"the snapshot behind step {step}", group) as which:
-                state_dict_saver.save(state, storage_writer=writer, planner=planner, **which)
-            self._planner = planner
-        written = {name: size for name, size in files_in(folder).items() if name in own}
-        copy_to_buddies(written, folder, self._nodes, group, self._may_send)
+            self._writer, writer = None, CheckpointWriter(dedup_save_to_lowest_rank=True)
+            with by_torch(f"the snapshot behind step {self._started}", group) as which:
+                writer.agree(state, **which)
+            with together(group) as told:
+                told.own = writer.write(folder)
+            self._writer, numbers = writer, tuple(told.of_ranks)
+        sizes = [
+            {part_name(each): sum(array("Q", of_entries)[::2]), files.extra_name(each, world): length}
+            for each, (of_entries, length) in enumerate(zip(numbers, lengths, strict=True))
+        ]
+        copy_to_buddies(sizes, folder, self._nodes, group, self._may_send)
         with together(group) as told:  # ``together`` waits until every file is on two nodes
-            told.own = self._steps, writer.table()
+            told.own = self._steps, writer.table(numbers, sums)
         last = max(steps for steps, _ in told.of_ranks)
-        self._took = min(last - step + 1, self._every // 2)  # the step under way is one more
+        self._took = min(last - self._started + 1, self._every // 2)  # the step under way is one more
         with together(group):  # the snapshot is whole once every node has the table of contents
             if self._nodes.is_first:
                 files.write(folder / f"{METADATA}.part", told.of_ranks[0][1])
