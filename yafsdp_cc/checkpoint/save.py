@@ -106,15 +106,15 @@ def save(
     synchronize_replicas(model)
     # issue the collectives of compression and replicas before anything that can fail on one rank alone
     compressed = {**compression.sharded_state(model), **replicas.sharded_state(model)}
-    state, content = collect(model, optimizers, lambda: extra, compressed, ranks.front)
+    state, paths, content = collect(model, optimizers, lambda: extra, compressed, ranks.front)
     if asynchronous:
-        future = _background().submit(_write, target, tree_map(host_copy, state), content, Ticks(ranks.back))
+        future = _background().submit(_write, target, tree_map(host_copy, state), paths, content, Ticks(ranks.back))
         _under_way.add(future)
         future.add_done_callback(_under_way.discard)
         future.add_done_callback(_log_failure)
         return future
     wait_for_saves()
-    _write(target, state, content, Ticks(ranks.back))
+    _write(target, state, paths, content, Ticks(ranks.back))
     done: Future[None] = Future()
     done.set_result(None)
     return done
@@ -126,9 +126,10 @@ def collect(
     extra_of: Callable[[], dict[str, Any]],
     compressed: dict[str, Any],
     group: Group,
-) -> tuple[dict[str, Any], bytes]:
-    """Return a checkpoint's sharded state, of the live tensors, and the bytes of this rank's extra file. A collective.
+) -> tuple[dict[str, Any], dict[str, tuple[Any, ...]], bytes]:
+    """Return a checkpoint's sharded state and the bytes of this rank's extra file. A collective.
 
+    The state is the live tensors and other values by name, and for each name its path in the nested state.
     ``extra_of`` returns the data of the extra file, and may raise on one rank alone; ``compressed`` are the entries of
     compression and replicas for the sharded state.
     """
@@ -136,14 +137,15 @@ def collect(
         extra = extra_of()
         check_plain(extra, "extra", tensors=(Tensor, nn.Parameter))
         compression.check_names(extra)
-        state = {**state_of(model, optimizers), **compressed}
+        nested = {**state_of(model, optimizers), **compressed}
         own = compression.local_state(model, tuned=compression.RESIDUALS not in compressed)
         content = files.pack_extra({**extra, **own})
-        names = sorted(flatten_state_dict(state)[0])
-        told.own = zlib.crc32("\n".join(names).encode()), _plain_parts(state)
+        state, paths = flatten_state_dict(nested)
+        names = sorted(state)
+        told.own = zlib.crc32("\n".join(names).encode()), _plain_parts(nested)
     _check_alike(names, told.of_ranks, group)
     # compute lazy sums over ranks now: an asynchronous save would issue their collectives amid those of training
-    return tree_map_only(LazyReduction, LazyReduction.value, state), content
+    return tree_map_only(LazyReduction, LazyReduction.value, state), paths, content
 
 
 def wait_for_saves() -> None:
@@ -151,14 +153,14 @@ def wait_for_saves() -> None:
     wait(_under_way.copy())
 
 
-def _write(path: Path, state: dict[str, Any], content: bytes, ticks: Ticks) -> None:
+def _write(path: Path, state: dict[str, Any], paths: dict[str, Any], content: bytes, ticks: Ticks) -> None:
     group, (rank, world) = ticks.group, place_in(ticks.group)
     with closing(ticks), ExitStack() as stack:
         with by_torch(f"saving {path}", group) as which:
             with together(group), ticks.beside():
                 replacement = stack.enter_context(closing(Replacement(path, files.CHECKPOINT))) if rank == 0 else None
             new, *_ = all_gather_objects(None if replacement is None else str(replacement.new), group)
-            folder, writer = Path(str(new)), CheckpointWriter()
+            folder, writer = Path(str(new)), CheckpointWriter(paths)
             writer.agree(state, **which)
             with together(group) as extra, ticks.beside():
                 if not folder.is_dir():
@@ -167,7 +169,7 @@ def _write(path: Path, state: dict[str, Any], content: bytes, ticks: Ticks) -> N
                 files.write(folder / files.extra_name(rank, world), content)
                 extra.own = zlib.crc32(content)
             with together(group) as tensors, ticks.beside():
-                tensors.own = writer.write(folder)
+                tensors.own = writer.write(folder, state)
         with together(group), ticks.beside():
             if replacement is not None:
                 files.write(folder / files.METADATA, writer.table(tensors.of_ranks, extra.of_ranks))

@@ -36,29 +36,39 @@ class CheckpointWriter(DefaultSavePlanner):
     """Writes tensors and a table of contents to a folder; every entry, the extra files and the table get a checksum.
 
         writer.agree(state, process_group=group)           on every rank, a collective
-        numbers = writer.write(folder)                     on every rank
+        numbers = writer.write(folder, state)              on every rank
         content = writer.table(numbers_of_ranks, sums)     on the first rank
 
     It is torch's planner but for plain tensors, such as buffers and ignored parameters: the first rank alone writes
     them, so that all of them are one rank's, where torch divides them among ranks, whose values may differ. Checksums
     are computed from memory, so that any damage of the files is noticed when they are read.
+
+    Args:
+        paths: for each name in the states to write, its path in the nested state.
+        dedup_save_to_lowest_rank: whether the lowest rank writes all that several ranks have, or they divide it.
     """
 
+    is_agreed = False
+    """Whether ranks have agreed on what each of them writes."""
     total = 0
     """Number of bytes of all ranks' tensors, on the first rank."""
+
+    def __init__(self, paths: dict[str, tuple[Any, ...]], *, dedup_save_to_lowest_rank: bool = False) -> None:
+        super().__init__(False, False, dedup_save_to_lowest_rank=dedup_save_to_lowest_rank)
+        self.paths = paths
 
     def agree(
         self, state: dict[str, Any], *, process_group: dist.ProcessGroup | None = None, no_dist: bool = False
     ) -> None:
         """Agree with all ranks on the entries that each of them writes of ``state``. A collective."""
-        ranks = _DistWrapper(process_group, not no_dist, 0)
+        ranks, self.is_agreed = _DistWrapper(process_group, not no_dist, 0), False
 
         def own_plan() -> SavePlan:
             self.set_up_planner(state, is_coordinator=ranks.is_coordinator)
             return self.create_local_plan()
 
         self.plan = ranks.reduce_scatter("plan", own_plan, lambda plans: self.create_global_plan(plans)[0])
-        self._file, self._size = part_name(ranks.rank), _bytes(self.plan)
+        self._file, self._size, self.is_agreed = part_name(ranks.rank), _bytes(self.plan), True
 
     def create_local_plan(self) -> SavePlan:
         plan = super().create_local_plan()
@@ -70,12 +80,13 @@ class CheckpointWriter(DefaultSavePlanner):
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         plans, metadata = super().create_global_plan(all_plans)
         del self.global_plan  # it is large with many ranks
+        self.metadata = replace(metadata, planner_data=self.paths)
         self.total = sum(map(_bytes, plans))
         self.entries = [[each.index for each in plan.items] for plan in plans]
         """Names of the entries of each rank's file, on the first rank."""
-        return plans, metadata
+        return plans, self.metadata
 
-    def write(self, folder: Path, state: dict[str, Any] | None = None) -> bytes:
+    def write(self, folder: Path, state: dict[str, Any]) -> bytes:
         """Write the entries of this rank to its file, and return the length and the CRC-32 of each, 8 bytes each.
 
         A file that exists is overwritten in place: its memory need not be freed, found and zeroed, which takes longer
@@ -83,10 +94,9 @@ class CheckpointWriter(DefaultSavePlanner):
 
         Args:
             folder: folder to write to.
-            state: the state that was agreed on, in new values, if its tensors are the same ones.
+            state: values by name, whose tensors have the shapes and dtypes of those of ``agree``.
         """
-        if state is not None and self.is_coordinator:  # other ranks write tensors alone
-            self.set_up_planner(state, is_coordinator=True)
+        self.state_dict = state
         file, numbers = folder / self._file, array("Q")
         mode = "r+b" if file.exists() else "wb"
         with files.writing(folder, self._size), file.open(mode) as stream:

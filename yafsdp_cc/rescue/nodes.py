@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -156,7 +157,7 @@ def transfer(
     # Issue all receives first: ranks that only received once their own message was taken could wait in a circle.
     parts = ((each.source, part) for each in received for part in _mapped(_part_of(folder, each), each.size))
     receives = [group[0].recv([part], source, _TAG) for source, part in parts]
-    left = deque((each.target, part) for each in sent for part in _mapped(folder / each.name, each.size))
+    left = deque((each, offset) for each in sent for offset in range(0, each.size, _PART))
     total, gone = sum(each.size for each in sent), 0
     told = [(bool(transfers), True)]
     while any(is_left for is_left, _ in told):
@@ -165,9 +166,11 @@ def transfer(
         tick = time.monotonic() + TICK
         while left and time.monotonic() < tick:
             if may_send(gone / total):
-                target, part = left.popleft()
-                group[0].send([part], target, _TAG).wait()
-                gone += part.nbytes
+                each, offset = left.popleft()
+                size = min(_PART, each.size - offset)
+                part = np.fromfile(folder / each.name, np.uint8, size, offset=offset)  # mapping it would take longer
+                group[0].send([torch.from_numpy(part)], each.target, _TAG).wait()
+                gone += size
             else:
                 time.sleep(_PAUSE)
         told = all_gather_objects((bool(left), threading.main_thread().is_alive()), group)

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils._pytree import tree_leaves, tree_map, tree_structure
+from torch.utils._pytree import tree_map
 
 from yafsdp_cc.checkpoint import compression, files
 from yafsdp_cc.checkpoint.files import METADATA
@@ -155,10 +155,10 @@ class Rescue:
         self._took = every // 2
         """Steps of training that the last snapshot took, equal on all ranks; the next one begins as many steps earlier.
         Half of ``every`` at first, and at most: a snapshot that begins before the last one is due would wait for it."""
-        self._kept: dict[str, Any] | None = None
+        self._kept: dict[str, Any] = {}
         """Host copy of the state in the last snapshot; the next snapshot's copy uses the same memory."""
         self._writer: CheckpointWriter | None = None
-        """Writer of the tensors of ``_kept``; None if ranks have not agreed on what each writes of these."""
+        """Writer of the last snapshot, which writes the next one if that has the same names and tensors."""
         self._job: Future[None] | None = None
         """Background writing of a snapshot, or copying of the one restored; None as soon as training waits for it."""
         self._save: Future[None] | None = None
@@ -408,7 +408,7 @@ class Rescue:
                 "out, nothing is lost.)",
                 stacklevel=4,  # ``inference_mode`` wraps ``step``
             )
-        if self._kept is None:  # stages of a pipeline that loaded one checkpoint differ only after a step
+        if not self._kept:  # stages of a pipeline that loaded one checkpoint differ only after a step
             check_is_one_value("Rescue.step()", self._model, self._ranks.front)
         refuse_sync("Rescue", self._model)  # ``join_replicas`` may have been called after ``restore``
         compressed = compression.sharded_state(self._model, means=False)
@@ -419,43 +419,45 @@ class Rescue:
                 self._begin_folder(folder)
             return self._extra()
 
-        state, content = collect(self._model, self._optimizers, begin, compressed, self._ranks.front)
-        before = self._kept
-        if tree_structure(before) != tree_structure(state):
-            before, self._writer = tree_map(lambda _: None, state), None
-        self._kept = tree_map(_copy_over, before, state)
-        leaves = zip(tree_leaves(before), tree_leaves(self._kept), strict=True)
-        if any(old is not new for old, new in leaves if isinstance(old, Tensor) or isinstance(new, Tensor)):
-            self._writer = None
-        copied, tensors = None, (each for each in tree_leaves(state) if isinstance(each, Tensor))
-        if device := next((each.device for each in tensors if each.is_cuda), None):
+        state, paths, content = collect(self._model, self._optimizers, begin, compressed, self._ranks.front)
+        before, self._kept = self._kept, {name: _copy_over(self._kept.get(name), each) for name, each in state.items()}
+        is_in_place = [*map(id, _tensors_in(before))] == [*map(id, _tensors_in(self._kept))]
+        if self._writer is None or self._writer.paths != paths or not is_in_place:
+            # Replicated tensors are written by the lowest rank: a node that has lost its memory then fetches only
+            # rank 0's file and those of its own ranks.
+            self._writer = CheckpointWriter(paths, dedup_save_to_lowest_rank=True)
+        copied = None
+        if device := next((each.device for each in _tensors_in(state) if each.is_cuda), None):
             copied = torch.cuda.Event()
             copied.record(torch.cuda.current_stream(device))
         self._started = self._steps
-        self._job = _in_thread(self._write, folder, self._kept, content, copied)
+        self._job = _in_thread(self._write, folder, self._writer, self._kept, content, copied)
 
-    def _write(self, folder: Path, state: dict[str, Any], content: bytes, copied: torch.cuda.Event | None) -> None:
+    def _write(
+        self,
+        folder: Path,
+        writer: CheckpointWriter,
+        state: dict[str, Any],
+        content: bytes,
+        copied: torch.cuda.Event | None,
+    ) -> None:
         """Write a snapshot; runs in the background thread."""
         group, (rank, world) = self._ranks.back, place_in(self._ranks.back)
         if copied is not None:
             copied.synchronize()
         with together(group) as told:
             if not (folder / part_name(rank)).exists():
-                tensors = [local_of(each) for each in tree_leaves(state) if isinstance(each, Tensor)]
-                files.check_space(folder, 2 * (len(content) + sum(each.nbytes for each in tensors)))
+                size = sum(local_of(each).nbytes for each in _tensors_in(state))
+                files.check_space(folder, 2 * (len(content) + size))
             files.write(folder / files.extra_name(rank, world), content)
-            told.own = len(content), zlib.crc32(content), self._writer and self._writer.write(folder, state)
+            told.own = len(content), zlib.crc32(content), writer.write(folder, state) if writer.is_agreed else None
         lengths, sums, numbers = zip(*told.of_ranks, strict=True)
-        writer = self._writer
-        if writer is None or None in numbers:
-            # Replicated tensors are written by the lowest rank: a node that has lost its memory then fetches only
-            # rank 0's file and those of its own ranks.
-            self._writer, writer = None, CheckpointWriter(dedup_save_to_lowest_rank=True)
+        if None in numbers:
             with by_torch(f"the snapshot behind step {self._started}", group) as which:
                 writer.agree(state, **which)
             with together(group) as told:
-                told.own = writer.write(folder)
-            self._writer, numbers = writer, tuple(told.of_ranks)
+                told.own = writer.write(folder, state)
+            numbers = tuple(told.of_ranks)
         sizes = [
             {part_name(each): sum(array("Q", of_entries)[::2]), files.extra_name(each, world): length}
             for each, (of_entries, length) in enumerate(zip(numbers, lengths, strict=True))
@@ -545,19 +547,24 @@ def _step_at(path: Path, ranks: Ranks) -> int:
     return int(step)
 
 
+def _tensors_in(state: dict[str, Any]) -> list[Tensor]:
+    return [each for each in state.values() if isinstance(each, Tensor)]
+
+
 def _copy_over(before: Any, value: Any) -> Any:
     """Return a host copy of one ``value`` of the state; a tensor's copy is in the memory of ``before``, its last copy.
 
     Copies from a GPU into the memory of ``before``, which is pinned, are only enqueued.
     """
-    is_tensor = isinstance(value, Tensor)
-    if is_tensor and isinstance(before, Tensor) and (before.shape, before.dtype) == (value.shape, value.dtype):
+    if not isinstance(value, Tensor):
+        return tree_map(host_copy, value)
+    if isinstance(before, Tensor) and (before.shape, before.dtype) == (value.shape, value.dtype):
         local_of(before).copy_(local_of(value), non_blocking=True)
         return before
     copy = host_copy(value)
-    if is_tensor and value.is_cuda and isinstance(copy, DTensor):
+    if value.is_cuda and isinstance(copy, DTensor):
         copy._local_tensor = copy._local_tensor.pin_memory()
-    elif is_tensor and value.is_cuda:
+    elif value.is_cuda:
         copy = copy.pin_memory()
     return copy
 
