@@ -160,6 +160,17 @@ def converted(folder):
     same({name: value.bfloat16() for name, value in direct.items()}, theirs)
 
 
+def test_no_config_goes_beside_weights_with_the_names_of_adapters(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    model = nn.ModuleDict({"base_model": nn.ModuleDict({"model": nn.Linear(2, 2)})})
+    yafsdp_cc.save(tmp_path / "checkpoint", model)
+    with pytest.raises(ValueError, match=r"'base_model.model.weight' from_pretrained\(\) does not know"):
+        convert(tmp_path / "checkpoint", tmp_path / "out", config=tmp_path / "config.json")
+    assert not (tmp_path / "out").exists()
+    convert(tmp_path / "checkpoint", tmp_path / "out")
+    same(load_file(tmp_path / "out" / "model.safetensors"), model.state_dict())
+
+
 @ranks(2)
 def test_plain_models_on_the_meta_device(tmp_path):
     model = yafsdp_cc.shard(nn.Linear(4, 4), sync_module_states=True)

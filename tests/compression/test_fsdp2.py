@@ -304,6 +304,10 @@ def refused() -> None:
     rows.register_comm_hook(yafsdp_cc.CompressionHookState("int8"), yafsdp_cc.encoded_mean)
     with pytest.raises(ValueError, match=r"that of a parameter of shape \(8, 4\) is sparse: .* with sparse=False"):
         rows(torch.arange(4)).sum().backward()
+    lines = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
+    lines.register_comm_hook("int8", yafsdp_cc.encoded_mean)
+    with pytest.raises(TypeError, match=r"with a state of type str: give it CompressionHookState\('int8'\)"):
+        lines(torch.ones(4)).sum().backward()
     with pytest.raises(ValueError, match="with gradients='powersgd': FSDP2's hooks see rows of all parameters mixed"):
         fsdp2("powersgd")
     with pytest.raises(ValueError, match=r"with weights='int4': FSDP2 gathers every time .* with zero_stage=2"):

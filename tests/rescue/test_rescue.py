@@ -857,12 +857,14 @@ def test_an_evaluation_in_inference_mode_may_count_a_step_and_go_back(tmp_path: 
 
 def test_a_path_is_that_of_the_working_directory_in_which_it_was_named(tmp_path: Path) -> None:
     def body() -> None:
-        os.environ[MEMORY] = str(tmp_path / "memory")
+        os.environ[MEMORY] = "memory"
         os.chdir(tmp_path)
         rescue = yafsdp_cc.Rescue(nn.Linear(2, 2), every=1, path="last", save_every=1)
         rescue.restore()
         os.chdir("/")
         rescue.step()
+        rescue._wait()
+        assert [*tmp_path.glob(f"memory/0/step-1.*/{METADATA}")]
         rescue.close()
         wait_for_saves()
         assert yafsdp_cc.load(tmp_path / "last", nn.Linear(2, 2))["steps"] == 1

@@ -223,12 +223,19 @@ def convert(
 
     Raises:
         FileNotFoundError: there is nothing at ``checkpoint``.
-        ValueError: ``checkpoint`` is no checkpoint, an unfinished or a damaged one; or ``out`` is not empty.
+        ValueError: ``checkpoint`` is no checkpoint, an unfinished or a damaged one; or ``out`` is not empty; or there
+            is a ``config``, and the weights have PEFT's names.
         pickle.UnpicklingError: the checkpoint's table of contents wants code to be run.
     """
     source = files.complete(files.place(checkpoint))
     reader = CheckpointReader(source)
     part = model_part(reader.contents, source)
+    if config is not None and (adapted := next((name for name in part if name.startswith("base_model.model.")), "")):
+        raise ValueError(
+            f"{source} has the model with adapters, whose '{adapted}' from_pretrained() does not know: it would draw "
+            "weights at random. Leave the config out; or merge in training: yafsdp_cc.unshard_model(model, "
+            "rank0_only=True) on every rank, then merge_and_unload().save_pretrained(folder) of its result on the first"
+        )
     with closing(Replacement(files.place(out))) as replacement:
         if config is not None:
             shutil.copyfile(config, replacement.new / "config.json")

@@ -75,6 +75,11 @@ def encoded_mean(state: CompressionHookState, bucket: GradBucket) -> torch.futur
     DDP rebuilds its buckets after the first step, and residuals start anew then. On CUDA messages are encoded and
     exchanged on a side stream beside the backward.
     """
+    if not isinstance(state, CompressionHookState):
+        raise TypeError(
+            f"register_comm_hook(state, encoded_mean) with a state of type {type(state).__name__}: give it "
+            "CompressionHookState('int8')"
+        )
     total, parameters = bucket.buffer(), bucket.parameters()
     if total.is_sparse:
         raise ValueError(

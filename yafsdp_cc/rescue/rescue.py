@@ -137,8 +137,9 @@ class Rescue:
         self._states[RANDOM] = _random_states, _set_random_states  # restored last: restoring others may draw numbers
         self._model, self._optimizers = unwrapped(model), as_sequence(optimizer)
         self._every, self._save_every = every, save_every
-        self._path = None if path is None else Path(path).absolute()  # a program may change its working directory
-        self._run = Path(os.environ.get(MEMORY) or folder_of_run("run", os.environ.get("TORCHELASTIC_RUN_ID", "0")))
+        run = os.environ.get(MEMORY) or folder_of_run("run", os.environ.get("TORCHELASTIC_RUN_ID", "0"))
+        # absolute, as a program may change its working directory
+        self._path, self._run = None if path is None else Path(path).absolute(), Path(run).absolute()
         try:
             self._run.mkdir(parents=True, exist_ok=True)
         except OSError as error:
