@@ -329,6 +329,22 @@ def test_a_full_disk_of_one_rank(tmp_path):
     assert yafsdp_cc.load(folder, model, optimizer) == {"step": 1}
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3), MemoryError(), KeyError("weight")], ids=repr)
+@ranks(2)
+def test_what_ends_the_writing_of_one_rank_is_told_to_the_others_at_once(error, tmp_path, monkeypatch):
+    def fails(*_):
+        raise error
+
+    kind, told = RuntimeError, rf"saving .*: rank 1: {type(error).__name__}: "
+    if dist.get_rank() == 1:
+        monkeypatch.setattr(save_module.CheckpointWriter, "resolve_data", fails)
+        kind, told = (kind, told) if isinstance(error, Exception) else (type(error), "")
+    with pytest.raises(kind, match=told):
+        yafsdp_cc.save(tmp_path / "step", job("ours", steps=0)[0])
+    dist.barrier()
+    assert not [*tmp_path.iterdir()]
+
+
 @ranks(2)
 def test_saving_changes_nothing(tmp_path):
     """Saving before the first step, and an optimizer that knows some parameters only."""

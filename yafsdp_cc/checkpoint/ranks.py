@@ -240,8 +240,11 @@ _KINDS = (FileNotFoundError, pickle.UnpicklingError, TypeError, ValueError)
 """Types of one rank's exceptions that other ranks raise, too; for any other type they raise a ``RuntimeError``."""
 
 
-def _kind(error: BaseException) -> type[Exception]:
-    return next((kind for kind in _KINDS if isinstance(error, kind)), RuntimeError)
+def _raised(error: BaseException) -> tuple[type[Exception], str]:
+    """Return the type and the message with which the other ranks raise one rank's ``error``."""
+    kind = next((kind for kind in _KINDS if isinstance(error, kind)), RuntimeError)
+    is_clear = isinstance(error, (kind, OSError)) and str(error)
+    return kind, str(error) if is_clear else f"{type(error).__name__}: {error}"
 
 
 class Told:
@@ -257,14 +260,17 @@ def together(group: Group) -> Iterator[Told]:
 
     If several ranks fail, the first one's error is raised, unless all fail in the same way: then each raises its own.
     If only some ranks miss a file, all raise a ValueError: a FileNotFoundError means "there is no checkpoint yet".
+    A rank that is interrupted tells the others, and ends by the interrupt.
     """
-    mine: Exception | None = None
+    mine: BaseException | None = None
     told = Told()
     try:
         yield told
-    except Exception as error:
+    except (Exception, KeyboardInterrupt, SystemExit) as error:
         mine = error
-    answers = all_gather_objects((None if mine is None else (_kind(mine), str(mine)), told.own), group)
+    answers = all_gather_objects((None if mine is None else _raised(mine), told.own), group)
+    if mine is not None and not isinstance(mine, Exception):
+        raise mine
     failures, told.of_ranks = zip(*answers, strict=True)
     found = [(rank, *failure) for rank, failure in enumerate(failures) if failure is not None]
     if not found:
@@ -279,7 +285,7 @@ def together(group: Group) -> Iterator[Told]:
 
 @contextmanager
 def by_torch(doing: str, group: Group) -> Iterator[dict[str, Any]]:
-    """Yield the keyword arguments by which torch's checkpoint functions use ``group``.
+    """Yield the keyword arguments by which torch's functions for reading, and for agreeing on plans, use ``group``.
 
     A rank's failure is raised on all ranks, without torch's wrapping, as by ``together``. A rank that has ended or
     hangs, and a ``group`` that was destroyed meanwhile, are a ``RuntimeError``, whose message begins with ``doing``.
@@ -288,7 +294,7 @@ def by_torch(doing: str, group: Group) -> Iterator[dict[str, Any]]:
         if group and group[0].size() > 1:
             try:
                 yield {"process_group": group[0]}
-            finally:  # torch's functions write or read one rank's part without a process group, and only warn
+            finally:  # without a process group torch's functions do one rank's part, and only warn
                 if not _is_alive(group):
                     raise RuntimeError(
                         "destroy_process_group() was called meanwhile. Wait for asynchronous saves before, by result() "
@@ -300,11 +306,11 @@ def by_torch(doing: str, group: Group) -> Iterator[dict[str, Any]]:
                 yield {"no_dist": True}
     except CheckpointException as error:
         rank, (cause, _) = next(iter(error.failures.items()))
-        kind = _kind(cause)
-        text = str(cause) if kind is not RuntimeError else f"{type(cause).__name__}: {cause}"
+        kind, text = _raised(cause)
         raise kind(f"{doing}: rank {rank}: {text}") from cause
     except RuntimeError as error:
         text = str(error)
-        if group and (missing := missing_in(group[0])) and missing not in text:
+        is_told = text.startswith("rank ")  # by ``together``, so every rank has answered
+        if group and not is_told and (missing := missing_in(group[0])) and missing not in text:
             text = f"{missing} has ended or hangs\n{text}"
         raise RuntimeError(f"{doing}: {text}") from error

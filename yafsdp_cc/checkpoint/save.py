@@ -165,7 +165,8 @@ def _write(path: Path, state: dict[str, Any], paths: dict[str, Any], content: by
             with together(group) as extra, ticks.beside():
                 if not folder.is_dir():
                     raise ValueError(f"does not see {folder}, made by rank 0: choose a path that all ranks share")
-                files.check_space(folder, writer.total)
+                if rank == 0:
+                    files.check_space(folder, writer.total)
                 files.write(folder / files.extra_name(rank, world), content)
                 extra.own = zlib.crc32(content)
             with together(group) as tensors, ticks.beside():

@@ -39,9 +39,9 @@ class CheckpointWriter(DefaultSavePlanner):
         numbers = writer.write(folder, state)              on every rank
         content = writer.table(numbers_of_ranks, sums)     on the first rank
 
-    It is torch's planner but for plain tensors, such as buffers and ignored parameters: the first rank alone writes
-    them, so that all of them are one rank's, where torch divides them among ranks, whose values may differ. Checksums
-    are computed from memory, so that any damage of the files is noticed when they are read.
+    The writer plans as torch does, but for plain tensors, such as buffers and ignored parameters: the first rank alone
+    writes them, so that all of them are one rank's, where torch divides them among ranks, whose values may differ.
+    Checksums are computed from memory, so that any damage of the files is noticed when they are read.
 
     Args:
         paths: for each name in the states to write, its path in the nested state.
@@ -50,8 +50,10 @@ class CheckpointWriter(DefaultSavePlanner):
 
     is_agreed = False
     """Whether ranks have agreed on what each of them writes."""
-    total = 0
+    total: int
     """Number of bytes of all ranks' tensors, on the first rank."""
+    _entries: Sequence[Sequence[MetadataIndex]]
+    """Names of the entries of each rank's file, on the first rank."""
 
     def __init__(self, paths: dict[str, tuple[Any, ...]], *, dedup_save_to_lowest_rank: bool = False) -> None:
         super().__init__(False, False, dedup_save_to_lowest_rank=dedup_save_to_lowest_rank)
@@ -82,12 +84,11 @@ class CheckpointWriter(DefaultSavePlanner):
         del self.global_plan  # it is large with many ranks
         self.metadata = replace(metadata, planner_data=self.paths)
         self.total = sum(map(_bytes, plans))
-        self.entries = [[each.index for each in plan.items] for plan in plans]
-        """Names of the entries of each rank's file, on the first rank."""
+        self._entries = [[each.index for each in plan.items] for plan in plans]
         return plans, self.metadata
 
     def write(self, folder: Path, state: dict[str, Any]) -> bytes:
-        """Write the entries of this rank to its file, and return the length and the CRC-32 of each, 8 bytes each.
+        """Write the entries of this rank to its file, and return the length and the CRC-32 of each as 64-bit integers.
 
         A file that exists is overwritten in place: its memory need not be freed, found and zeroed, which takes longer
         than writing. Of a file that was longer, the old end remains; no table of contents refers to it.
@@ -117,7 +118,7 @@ class CheckpointWriter(DefaultSavePlanner):
         if not self.is_coordinator:
             return b""
         places: dict[MetadataIndex, _StorageInfo] = {}
-        for rank, (names, of_rank) in enumerate(zip(self.entries, numbers, strict=True)):
+        for rank, (names, of_rank) in enumerate(zip(self._entries, numbers, strict=True)):
             offset, found = 0, array("Q", of_rank)
             for index, length, crc in zip(names, found[::2], found[1::2], strict=True):
                 places[index] = place = _StorageInfo(part_name(rank), offset, length)
@@ -200,6 +201,11 @@ class _AroundElements(io.RawIOBase):
 
 def _to_bytes(crc: int) -> bytes:
     return crc.to_bytes(4, "little")
+
+
+def size_of_part(numbers: bytes) -> int:
+    """Return the size in bytes of a rank's file, of which ``CheckpointWriter.write`` has returned ``numbers``."""
+    return sum(array("Q", numbers)[::2])
 
 
 def part_name(rank: int) -> str:

@@ -22,7 +22,6 @@ import threading
 import warnings
 import weakref
 import zlib
-from array import array
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
 from contextlib import closing, contextmanager, suppress
@@ -54,7 +53,7 @@ from yafsdp_cc.checkpoint.ranks import (
 from yafsdp_cc.checkpoint.reader import CheckpointReader
 from yafsdp_cc.checkpoint.save import collect, save, wait_for_saves
 from yafsdp_cc.checkpoint.state import as_sequence, host_copy, unwrapped
-from yafsdp_cc.checkpoint.writer import CheckpointWriter, part_name
+from yafsdp_cc.checkpoint.writer import CheckpointWriter, part_name, size_of_part
 from yafsdp_cc.fsdp2.module import drop_unreduced, require_state, sharded_parts
 from yafsdp_cc.ranks.checks import all_gather_objects, table_of_ranks
 from yafsdp_cc.replicas.sync import local_of, refuse_sync
@@ -413,39 +412,30 @@ class Rescue:
             check_is_one_value("Rescue.step()", self._model, self._ranks.front)
         refuse_sync("Rescue", self._model)  # ``join_replicas`` may have been called after ``restore``
         compressed = compression.sharded_state(self._model, means=False)
-        folder = self._folder / f"step-{self._steps}.{self._life}"
-
-        def begin() -> dict[str, Any]:
-            if self._nodes.is_first:
-                self._begin_folder(folder)
-            return self._extra()
-
-        state, paths, content = collect(self._model, self._optimizers, begin, compressed, self._ranks.front)
+        state, paths, content = collect(self._model, self._optimizers, self._extra, compressed, self._ranks.front)
         before, self._kept = self._kept, {name: _copy_over(self._kept.get(name), each) for name, each in state.items()}
         is_in_place = [*map(id, _tensors_in(before))] == [*map(id, _tensors_in(self._kept))]
         if self._writer is None or self._writer.paths != paths or not is_in_place:
-            # Replicated tensors are written by the lowest rank: a node that has lost its memory then fetches only
-            # rank 0's file and those of its own ranks.
+            # The lowest rank writes what several have: a node that has lost its memory fetches fewer files then.
             self._writer = CheckpointWriter(paths, dedup_save_to_lowest_rank=True)
         copied = None
         if device := next((each.device for each in _tensors_in(state) if each.is_cuda), None):
             copied = torch.cuda.Event()
             copied.record(torch.cuda.current_stream(device))
         self._started = self._steps
-        self._job = _in_thread(self._write, folder, self._writer, self._kept, content, copied)
+        self._job = _in_thread(self._write, self._writer, self._kept, content, copied)
 
     def _write(
-        self,
-        folder: Path,
-        writer: CheckpointWriter,
-        state: dict[str, Any],
-        content: bytes,
-        copied: torch.cuda.Event | None,
+        self, writer: CheckpointWriter, state: dict[str, Any], content: bytes, copied: torch.cuda.Event | None
     ) -> None:
         """Write a snapshot; runs in the background thread."""
+        folder = self._folder / f"step-{self._started}.{self._life}"
         group, (rank, world) = self._ranks.back, place_in(self._ranks.back)
         if copied is not None:
             copied.synchronize()
+        with together(group):
+            if self._nodes.is_first:
+                self._begin_folder(folder)
         with together(group) as told:
             if not (folder / part_name(rank)).exists():
                 size = sum(local_of(each).nbytes for each in _tensors_in(state))
@@ -453,14 +443,14 @@ class Rescue:
             files.write(folder / files.extra_name(rank, world), content)
             told.own = len(content), zlib.crc32(content), writer.write(folder, state) if writer.is_agreed else None
         lengths, sums, numbers = zip(*told.of_ranks, strict=True)
-        if None in numbers:
-            with by_torch(f"the snapshot behind step {self._started}", group) as which:
+        if None in numbers:  # some rank's state has changed its form: what others have written is written again
+            with by_torch("agreeing on what each rank writes", group) as which:
                 writer.agree(state, **which)
             with together(group) as told:
                 told.own = writer.write(folder, state)
             numbers = tuple(told.of_ranks)
         sizes = [
-            {part_name(each): sum(array("Q", of_entries)[::2]), files.extra_name(each, world): length}
+            {part_name(each): size_of_part(of_entries), files.extra_name(each, world): length}
             for each, (of_entries, length) in enumerate(zip(numbers, lengths, strict=True))
         ]
         copy_to_buddies(sizes, folder, self._nodes, group, self._may_send)
