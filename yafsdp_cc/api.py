@@ -29,6 +29,7 @@ from yafsdp_cc.compression.config import EXACT as NO_CODEC
 from yafsdp_cc.compression.config import Compression, compression_of, compression_of_run
 from yafsdp_cc.compression.factory import CompressedCollectives
 from yafsdp_cc.compression.fallback import CodecFallback
+from yafsdp_cc.compression.own_codec import own_files
 from yafsdp_cc.compression.schedule import CompressionSchedule
 from yafsdp_cc.config import run_settings
 from yafsdp_cc.engine.spec import EXACT, Counters, spec_of, specs_below
@@ -118,7 +119,8 @@ class _Arguments(NamedTuple):
     def settings(self, mp_policy: MixedPrecisionPolicy | None, ownership: Ownership) -> dict[str, Any]:
         """Return arguments of ``shard`` and ``fully_shard`` that must be equal on all ranks, by name."""
         named = ownership if isinstance(ownership, str) else tuple(ownership)
-        return {"compression": (self.compression, FORMAT), "mp_policy": mp_policy, "ownership": named}
+        own = {} if (given := self.compression) is None else own_files((*given.codecs, given.weights))
+        return {"compression": (self.compression, FORMAT), "mp_policy": mp_policy, "ownership": named, **own}
 
 
 # Arguments that a script leaves out ----------------------------------------------------------------------------------

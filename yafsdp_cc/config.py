@@ -27,9 +27,10 @@ CONFIG, SET = "YAFSDP_CC_CONFIG", "YAFSDP_CC_SET"
 """Environment variables for ``--config``, and for several ``--set`` with spaces between them."""
 
 Scope: TypeAlias = Literal["auto", "shard", "replicate"]
-Codec: TypeAlias = Literal[
-    "auto", "bf16", "fp32", "fp8", "int2", "int3", "int4", "int6", "int8", "onebit", "powersgd", "ternary", "topk"
-]
+_Bits: TypeAlias = Literal[
+    "bf16", "fp8", "int2", "int3", "int4", "int6", "int8", "onebit", "ternary", "topk", "topk2bit"
+]  # fmt: skip
+Codec: TypeAlias = Literal["auto", "fp32", "powersgd", _Bits]
 WeightCodec: TypeAlias = Literal["int8", "fp8", "int6", "int4", "int3", "int2", "ternary", "onebit"]
 Dtype: TypeAlias = Literal["fp32", "bf16", "fp16", "fp64"]
 Block: TypeAlias = Literal[64, 128, 256, 512, 1024, 2048, 4096]
@@ -188,10 +189,7 @@ class CompressionSection(CompressionFields):
     gradients: Codec = "fp32"
     weights: WeightCodec | None = None
     overrides: Mapping[str, Codec] = field(default_factory=dict)
-    candidates: Annotated[
-        tuple[Literal["bf16", "fp8", "int2", "int3", "int4", "int6", "int8", "onebit", "ternary", "topk"], ...],
-        Field(min_length=1),
-    ] = ("int8", "int4")
+    candidates: Annotated[tuple[_Bits, ...], Field(min_length=1)] = ("int8", "int4")
 
 
 class RunFile(BaseModel):

@@ -57,10 +57,10 @@ run.yaml:7: zero_stage is there already, in line 6
 run.yaml:8: there is no setting shard.gradients; did you mean compression.gradients?
 run.yaml:10: precision.param: "bf15" cannot be; it takes fp32, bf16, fp16 or fp64, or null (did you mean bf16?)
 run.yaml:12: compression.candidates: ["int8", "int5"] cannot be; it takes a list, each bf16, fp8, int2, int3, int4, \
-int6, int8, onebit, ternary or topk (did you mean int8?)
+int6, int8, onebit, ternary, topk or topk2bit (did you mean int8?)
 run.yaml:13: compression.feedback: "maybe" cannot be; it takes true or false, or ef21
-run.yaml:14: compression.overrides: {"embed*": "inT8"} cannot be; it takes a mapping from text to auto, bf16, fp32, \
-fp8, int2, int3, int4, int6, int8, onebit, powersgd, ternary or topk (did you mean int8?)
+run.yaml:14: compression.overrides: {"embed*": "inT8"} cannot be; it takes a mapping from text to auto, fp32, \
+powersgd, bf16, fp8, int2, int3, int4, int6, int8, onebit, ternary, topk or topk2bit (did you mean int8?)
 run.yaml:15: there is no setting precsion; did you mean precision?
 YAFSDP_CC_SET: there is no setting shard.zero_stagge; did you mean shard.zero_stage?
 --set: 'zero_stage' sets nothing: write NAME=VALUE, such as shard.zero_stage=2"""
@@ -188,7 +188,10 @@ def test_values_that_are_none(folder: Path, text: str, told: str) -> None:
         ("compression.warmup_steps=-1", "a whole number of at least 0"),
         ("compression.block=100", "64, 128, 256, 512, 1024, 2048 or 4096"),
         ("compression.matrix_rank=0", "a whole number of at least 1"),
-        ("compression.candidates=[]", "a list, each bf16, fp8, int2, int3, int4, int6, int8, onebit, ternary or topk"),
+        (
+            "compression.candidates=[]",
+            "a list, each bf16, fp8, int2, int3, int4, int6, int8, onebit, ternary, topk or topk2bit",
+        ),
         ("compression.error_budget=.inf", "a number of more than 0, up to 1, or null"),
     ],
 )

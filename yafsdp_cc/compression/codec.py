@@ -100,6 +100,8 @@ class Codec(ABC):
         if "decode" in cls.__dict__:
             cls.decode = _of_its_size(cls.decode)  # type: ignore[method-assign, assignment]
         if "name" in cls.__dict__:
+            if not (cls.name and isinstance(cls.name, str)):
+                raise TypeError(f"{cls.__qualname__}.name = {cls.name!r}: the name of a codec is a string")
             known = _codecs.get(cls.name)
             # Refuse another class of this name only: a module that is loaded again defines the same class again.
             if cls.name in (LOW_RANK, AUTO) or (known is not None and _path(known) != _path(cls)):
@@ -141,16 +143,16 @@ class Codec(ABC):
         """
 
 
-def _of_its_size(decode: Callable[[Any, Tensor, Tensor], None]) -> Callable[[Any, Tensor, Tensor], None]:
+def _of_its_size(decode: Callable[[Any, Tensor, Tensor], Any]) -> Callable[[Any, Tensor, Tensor], Any]:
     @wraps(decode)
-    def checked(codec: Codec, message: Tensor, values: Tensor) -> None:
+    def checked(codec: Codec, message: Tensor, values: Tensor) -> Any:
         size = codec.message_bytes(values.shape[1])
         if message.shape != (len(values), size):
             raise ValueError(
                 f"{len(values)} messages of {codec.name} with {values.shape[1]} elements each are "
                 f"{[len(values), size]} bytes, and these are {list(message.shape)}"
             )
-        decode(codec, message, values)
+        return decode(codec, message, values)
 
     return checked
 
@@ -166,8 +168,19 @@ def kind_of(name: str) -> type[Codec]:
 
 
 def codec_of(name: str, block: int = BLOCK) -> Codec:
-    """Make the codec ``name``."""
-    return kind_of(name)(block)
+    """Make the codec ``name``.
+
+    Raises:
+        TypeError: its class lacks a method, or takes no ``block``.
+    """
+    kind = kind_of(name)
+    try:
+        return kind(block=block)
+    except TypeError as error:
+        raise TypeError(
+            f"codec {name!r} cannot be made: {error}. Write all methods of Codec, or payload_bytes, encode and decode "
+            "of Scaled; make it of its block alone: def __init__(self, block=256): super().__init__(block)"
+        ) from error
 
 
 def _path(kind: type) -> tuple[str, str]:

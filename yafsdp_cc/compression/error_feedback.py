@@ -41,6 +41,7 @@ import torch
 from torch import Tensor
 
 from yafsdp_cc.compression.codec import codec_of, largest_of, step_of
+from yafsdp_cc.compression.own_codec import check_own
 
 if TYPE_CHECKING:
     from yafsdp_cc.compression.codec import Codec, Noise
@@ -480,9 +481,10 @@ def ops_for(device: torch.device, codec: Codec | None = None) -> Any:
 
     Raises:
         RuntimeError: there are no operators for ``device``, and ``YAFSDP_CC_NATIVE=1`` demands them.
-        ValueError: ``YAFSDP_CC_NATIVE`` is something else than 0, 1 or auto.
+        ValueError: ``YAFSDP_CC_NATIVE`` is something else than 0, 1 or auto; or ``codec`` does not do what it has to.
     """
     if codec is not None and codec.name not in _NUMBERS:
+        check_own(type(codec), codec.block, device)
         return None
     return _ops_for(device, os.environ.get("YAFSDP_CC_NATIVE", "auto"))
 

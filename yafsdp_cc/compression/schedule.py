@@ -348,9 +348,9 @@ class CompressionSchedule(CompressionObserver):
         few = [codec for codec in self.config.codecs if self.config.bits(codec) < _FEW_BITS]
         if few and self.config.sends_differences:
             warnings.warn(
-                f"gradients={few[0]!r} with feedback='ef21': with fewer than 4 bits Muon's loss falls more slowly. "
-                "After 300 steps a million parameters were 0.19 nats per byte above exact sums with 'onebit', no lower "
-                "than with AdamW, and 0.06 with 'int4' (docs/measurements.md)",
+                f"gradients={few[0]!r} with feedback='ef21': with fewer than 4 bits a loss falls more slowly. "
+                "After 300 steps of Muon a million parameters were 0.19 nats per byte above exact sums with 'onebit', "
+                "no lower than with AdamW, and 0.06 with 'int4' (docs/measurements.md)",
                 stacklevel=2,
             )
         elif few:
