@@ -24,12 +24,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 
-from yafsdp_cc.compression.codec import AUTO, FORMAT
+from yafsdp_cc.compression.codec import AUTO, FORMAT, own_files
 from yafsdp_cc.compression.config import EXACT as NO_CODEC
 from yafsdp_cc.compression.config import Compression, compression_of, compression_of_run
 from yafsdp_cc.compression.factory import CompressedCollectives
 from yafsdp_cc.compression.fallback import CodecFallback
-from yafsdp_cc.compression.own_codec import own_files
 from yafsdp_cc.compression.schedule import CompressionSchedule
 from yafsdp_cc.config import run_settings
 from yafsdp_cc.engine.spec import EXACT, Counters, spec_of, specs_below

@@ -335,7 +335,7 @@ def test_what_ends_the_writing_of_one_rank_is_told_to_the_others_at_once(error, 
     def fails(*_):
         raise error
 
-    kind, told = RuntimeError, rf"saving .*: rank 1: {type(error).__name__}: "
+    kind, told = RuntimeError, rf"saving .*: rank 1: {type(error).__name__}"
     if dist.get_rank() == 1:
         monkeypatch.setattr(save_module.CheckpointWriter, "resolve_data", fails)
         kind, told = (kind, told) if isinstance(error, Exception) else (type(error), "")

@@ -243,8 +243,8 @@ _KINDS = (FileNotFoundError, pickle.UnpicklingError, TypeError, ValueError)
 def _raised(error: BaseException) -> tuple[type[Exception], str]:
     """Return the type and the message with which the other ranks raise one rank's ``error``."""
     kind = next((kind for kind in _KINDS if isinstance(error, kind)), RuntimeError)
-    is_clear = isinstance(error, (kind, OSError)) and str(error)
-    return kind, str(error) if is_clear else f"{type(error).__name__}: {error}"
+    is_clear = str(error) and (isinstance(error, (*_KINDS, OSError)) or type(error) is RuntimeError)
+    return kind, str(error) if is_clear else f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
 class Told:
@@ -306,10 +306,12 @@ def by_torch(doing: str, group: Group) -> Iterator[dict[str, Any]]:
                 yield {"no_dist": True}
     except CheckpointException as error:
         rank, (cause, _) = next(iter(error.failures.items()))
+        if rank == place_in(group)[0] and not isinstance(cause, Exception):
+            raise cause from error  # an interrupt of this rank
         kind, text = _raised(cause)
         raise kind(f"{doing}: rank {rank}: {text}") from cause
     except RuntimeError as error:
-        text = str(error)
+        _, text = _raised(error)
         is_told = text.startswith("rank ")  # by ``together``, so every rank has answered
         if group and not is_told and (missing := missing_in(group[0])) and missing not in text:
             text = f"{missing} has ended or hangs\n{text}"

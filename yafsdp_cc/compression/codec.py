@@ -14,15 +14,20 @@ the scale is computed, is not finite gets the scale NaN, which decodes to NaN th
 
 from __future__ import annotations
 
+import inspect
+import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from functools import reduce, wraps
-from itertools import accumulate
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from functools import cache, reduce, wraps
+from itertools import accumulate, product
 from operator import or_
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 if TYPE_CHECKING:
     from yafsdp_cc.engine.layout import Layout
@@ -79,7 +84,8 @@ def hashed(words: Tensor) -> Tensor:
 class Codec(ABC):
     """A format that encodes numbers in fewer bytes.
 
-    A subclass with a ``name`` registers itself under that name. ``decode`` refuses messages of the wrong size.
+    A subclass with a ``name`` registers itself under that name. ``decode`` refuses messages of the wrong size, and
+    ``codec_of`` a user's codec that does not do what these methods ask for.
 
     Args:
         block: elements that share a scale, a power of two from 64 to 4,096.
@@ -143,16 +149,16 @@ class Codec(ABC):
         """
 
 
-def _of_its_size(decode: Callable[[Any, Tensor, Tensor], Any]) -> Callable[[Any, Tensor, Tensor], Any]:
+def _of_its_size(decode: Callable[[Any, Tensor, Tensor], None]) -> Callable[[Any, Tensor, Tensor], None]:
     @wraps(decode)
-    def checked(codec: Codec, message: Tensor, values: Tensor) -> Any:
+    def checked(codec: Codec, message: Tensor, values: Tensor) -> None:
         size = codec.message_bytes(values.shape[1])
         if message.shape != (len(values), size):
             raise ValueError(
                 f"{len(values)} messages of {codec.name} with {values.shape[1]} elements each are "
                 f"{[len(values), size]} bytes, and these are {list(message.shape)}"
             )
-        return decode(codec, message, values)
+        decode(codec, message, values)
 
     return checked
 
@@ -171,20 +177,102 @@ def codec_of(name: str, block: int = BLOCK) -> Codec:
     """Make the codec ``name``.
 
     Raises:
-        TypeError: its class lacks a method, or takes no ``block``.
+        ValueError: there is none; or it is a user's own, and does otherwise than ``Codec`` asks for.
     """
     kind = kind_of(name)
-    try:
-        return kind(block=block)
-    except TypeError as error:
-        raise TypeError(
-            f"codec {name!r} cannot be made: {error}. Write all methods of Codec, or payload_bytes, encode and decode "
-            "of Scaled; make it of its block alone: def __init__(self, block=256): super().__init__(block)"
-        ) from error
+    if _is_own(kind):
+        _check(kind, block)
+    return kind(block)
 
 
 def _path(kind: type) -> tuple[str, str]:
     return kind.__module__, kind.__qualname__
+
+
+# Codecs of the user's own ------------------------------------------------------------------------------------------
+
+
+def _is_own(kind: type[Codec]) -> bool:
+    return not kind.__module__.startswith("yafsdp_cc.")
+
+
+def own_files(codecs: Iterable[str | None]) -> dict[str, int]:
+    """Return what ranks compare of users' own codecs: the CRC-32 of each one's module; 0 if that has no file."""
+    sums: dict[str, int] = {}
+    for kind in (kind_of(name) for name in codecs if name and name != LOW_RANK):
+        if _is_own(kind) and kind.__module__ != "__main__":  # scripts of ranks may differ in what concerns no codec
+            what = f"the CRC-32 of the file of codec {kind.name!r}"
+            sums[what] = 0
+            with suppress(OSError, TypeError):
+                sums[what] = zlib.crc32(Path(inspect.getfile(kind)).read_bytes())
+    return sums
+
+
+@cache
+def _check(kind: type[Codec], block: int) -> None:
+    """Raise a ``ValueError`` that says what a codec does otherwise than ``Codec`` asks for.
+
+    The codec is tried on the CPU, and on a GPU where that raises and the program uses one.
+    """
+    fault, cause = "", None
+    for device in ("cpu", "cuda") if torch.cuda.is_initialized() else ("cpu",):
+        try:
+            with _disable_current_modes(), torch.device(device), torch.random.fork_rng(()), torch.no_grad():
+                fault, cause = _fault_of(kind, block), None
+            break
+        except Exception as error:
+            fault, cause = f"it raised {type(error).__name__}: {error}", error
+    if fault:
+        raise ValueError(f"codec {kind.name!r} ({'.'.join(_path(kind))}): {fault}") from cause
+
+
+def _fault_of(kind: type[Codec], block: int) -> str:
+    """Return what a codec does wrong with three messages of four blocks, or ""."""
+    sender, receiver, other = map(kind, (block, block, BLOCKS[block == BLOCKS[0]]))
+    if sender.block != block or other.block == block:
+        return "its `block` is not what it is made with: def __init__(self, block=256, ...): super().__init__(block)"
+    n, fixed = 4 * block, torch.Generator("cpu").manual_seed(0)
+    values = torch.randn(3, n, dtype=torch.float32, device="cpu", generator=fixed).to(torch.get_default_device())
+    values[0, :block] = values[2, 2 * block + 5 :] = 0
+    counts = torch.full((3, 4), block, dtype=torch.int32)
+    counts[2] = torch.tensor([block, block, 5, 0])
+
+    def encoded(codec: Codec, counts: Tensor | None = None, noise: Noise | None = None, filling: int = 0) -> Tensor:
+        message = torch.full((3, codec.message_bytes(n)), filling, dtype=torch.uint8)
+        codec.encode(values.clone(), counts, message, *filter(None, [noise]))
+        return message
+
+    def decoded(codec: Codec, message: Tensor) -> Tensor:
+        found = torch.full((len(message), n), torch.nan, dtype=torch.float32)
+        codec.decode(message, found)
+        return found
+
+    noises = (None, Noise(1)) if kind.rounds_randomly else (None,)
+    for counted, noise in product((None, counts), noises):
+        message = encoded(sender, counted, noise)
+        found, is_finite = decoded(receiver, message), sender.is_finite(message, n)
+        if not found.isfinite().all():
+            return (
+                "decode leaves some of `values` as they were (its result is not used), or makes NaN of finite numbers"
+            )
+        if not torch.equal(decoded(sender, message), found):
+            return "decode makes two results of one message: it draws numbers, or takes what the message does not hold"
+        if not torch.equal(decoded(receiver, message[1:]), found[1:]):
+            return "decode makes other numbers of a message if there are others before it: each is sent alone"
+        if not torch.equal(decoded(receiver, encoded(receiver, counted, noise, filling=255)), found):
+            return "encode makes two messages of the same values: it draws numbers, counts, or leaves bytes unwritten"
+        if is_finite.shape != (3, 4) or is_finite.dtype != torch.bool or not is_finite.all():
+            what = f"{is_finite.dtype} {list(is_finite.shape)}"
+            return f"is_finite returns {what}, or False for finite numbers, and has to be torch.bool [messages, blocks]"
+    for odd in (torch.inf, torch.nan):
+        values[1, block + 3] = odd
+        message = encoded(sender)
+        if sender.is_finite(message, n)[1, 1] or decoded(receiver, message)[1].isfinite().all():
+            return (
+                f"a block with an element {odd} is taken for finite: decode it to NaN or infinity, and let is_finite "
+                "be False for it. largest_of(block) is not finite then, and mark_nonfinite marks a scale that is not"
+            )
+    return ""
 
 
 # What codecs share -------------------------------------------------------------------------------------------------
