@@ -30,7 +30,7 @@ class Lossless(Codec):
         values.copy_(message[:, : 4 * values.shape[1]].view(torch.float32))
 
     def is_finite(self, message: Tensor, n: int) -> Tensor:
-        return torch.ones(message.shape[0], n // self.block, dtype=torch.bool)
+        return self.blocks(message[:, : 4 * n].view(torch.float32)).isfinite().all(-1)
 
 
 def sharded(codec: str = "lossless", **more: Any) -> Any:

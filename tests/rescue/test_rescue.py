@@ -864,7 +864,7 @@ def test_a_path_is_that_of_the_working_directory_in_which_it_was_named(tmp_path:
         os.chdir("/")
         rescue.step()
         rescue._wait()
-        assert [*tmp_path.glob(f"memory/0/step-1.*/{METADATA}")]
+        assert [*tmp_path.glob(f"memory/*/step-1.*/{METADATA}")]
         rescue.close()
         wait_for_saves()
         assert yafsdp_cc.load(tmp_path / "last", nn.Linear(2, 2))["steps"] == 1
@@ -1262,12 +1262,12 @@ def test_the_state_of_an_object_that_raises_on_one_rank_hangs_nobody(tmp_path: P
         for _ in range(3):
             rescue.step()
         rescue._wait()
-        whole = {each.parent.name.partition(".")[0] for each in tmp_path.glob(f"0/step-*/{METADATA}")}
+        whole = {each.parent.name.partition(".")[0] for each in tmp_path.glob(f"*/step-*/{METADATA}")}
         assert whole == {"step-2", "step-3"}
         dist.barrier()
         with pytest.raises((OSError, RuntimeError, ValueError), match="the file of the counter is gone"):
             rescue.step()
-        assert {each.parent.name.partition(".")[0] for each in tmp_path.glob(f"0/step-*/{METADATA}")} == whole
+        assert {each.parent.name.partition(".")[0] for each in tmp_path.glob(f"*/step-*/{METADATA}")} == whole
 
     on_ranks(2, body)
 

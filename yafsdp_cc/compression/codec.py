@@ -218,7 +218,7 @@ def _check(kind: type[Codec], block: int) -> None:
     for device in ("cpu", "cuda") if torch.cuda.is_initialized() else ("cpu",):
         try:
             with _disable_current_modes(), torch.device(device), torch.random.fork_rng(()), torch.no_grad():
-                fault, cause = _fault_of(kind, block), None
+                fault, cause = _fault_of(kind, block, device), None
             break
         except Exception as error:
             fault, cause = f"it raised {type(error).__name__}: {error}", error
@@ -226,24 +226,24 @@ def _check(kind: type[Codec], block: int) -> None:
         raise ValueError(f"codec {kind.name!r} ({'.'.join(_path(kind))}): {fault}") from cause
 
 
-def _fault_of(kind: type[Codec], block: int) -> str:
+def _fault_of(kind: type[Codec], block: int, device: str) -> str:
     """Return what a codec does wrong with three messages of four blocks, or ""."""
     sender, receiver, other = map(kind, (block, block, BLOCKS[block == BLOCKS[0]]))
     if sender.block != block or other.block == block:
         return "its `block` is not what it is made with: def __init__(self, block=256, ...): super().__init__(block)"
     n, fixed = 4 * block, torch.Generator("cpu").manual_seed(0)
-    values = torch.randn(3, n, dtype=torch.float32, device="cpu", generator=fixed).to(torch.get_default_device())
+    values = torch.randn(3, n, dtype=torch.float32, device="cpu", generator=fixed).to(device)
     values[0, :block] = values[2, 2 * block + 5 :] = 0
-    counts = torch.full((3, 4), block, dtype=torch.int32)
-    counts[2] = torch.tensor([block, block, 5, 0])
+    counts = torch.full((3, 4), block, dtype=torch.int32, device=device)
+    counts[2, 2], counts[2, 3] = 5, 0
 
     def encoded(codec: Codec, counts: Tensor | None = None, noise: Noise | None = None, filling: int = 0) -> Tensor:
-        message = torch.full((3, codec.message_bytes(n)), filling, dtype=torch.uint8)
+        message = torch.full((3, codec.message_bytes(n)), filling, dtype=torch.uint8, device=device)
         codec.encode(values.clone(), counts, message, *filter(None, [noise]))
         return message
 
     def decoded(codec: Codec, message: Tensor) -> Tensor:
-        found = torch.full((len(message), n), torch.nan, dtype=torch.float32)
+        found = torch.full((len(message), n), torch.nan, dtype=torch.float32, device=device)
         codec.decode(message, found)
         return found
 
