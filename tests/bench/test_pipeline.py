@@ -8,6 +8,7 @@ import torch
 from bench import pipeline
 from bench.contestants import PIPELINE
 from tests.netlab.labs import lab_of
+from tests.versions import COMPRESSED_STAGES
 from yafsdp_cc.tools.demo.model import GPT
 
 
@@ -36,6 +37,7 @@ def test_tables_compare_with_exact_sends() -> None:
     assert ours.split() == ["direct", "int4", "/", "int8", "2.2050", "+5.00%", "+5.00%", "+5.00%", "2.5250", "+1.00%"]
 
 
+@COMPRESSED_STAGES
 def test_turns_count_what_crosses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipeline, "TIMED_WIDTH", 64)
     monkeypatch.setattr(pipeline, "TIMED_BATCH", 4)

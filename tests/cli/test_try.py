@@ -54,7 +54,7 @@ WEIGHTS = 2 * (2 * 64 * 256 + 256 + 64)
 
 def test_figures_are_those_of_the_script_by_itself(tmp_path: Path) -> None:
     """A script that imports torch's ``fully_shard`` and has an optimizer that OneBitAdam does not replace."""
-    (tmp_path / "train.py").write_text(SCRIPT + 'print("the end")')
+    (tmp_path / "train.py").write_text(SCRIPT + 'print("this is the last line")')
     flags = ("--rounds=1", "--steps=4", "--settings=fsdp2,exact,OneBitAdam")
     ran = yafsdp_cc("try", *flags, "--nproc-per-node=2", "train.py", folder=tmp_path, main=forking)
     assert ran.returncode == 0, ran.stdout + ran.stderr
@@ -82,7 +82,7 @@ def test_figures_are_those_of_the_script_by_itself(tmp_path: Path) -> None:
     assert one_bit["reason"] == "TypeError: OneBitAdam replaces torch's Adam and AdamW, and this script has SGD"
     assert f"OneBitAdam: {one_bit['reason']}" in ran.stdout
     assert f"Recommended: {found['recommended']}" in ran.stdout
-    assert "the end" not in (tmp_path / "runs/try/exact-1/rank-0.log").read_text()
+    assert "this is the last line" not in (tmp_path / "runs/try/exact-1/rank-0.log").read_text()
 
 
 def test_exact_steps_of_a_1_bit_optimizer_are_not_timed(tmp_path: Path) -> None:

@@ -514,8 +514,8 @@ def _load() -> str:
         return f"the native extension cannot be loaded ({error}); {_BUILD}"
     if missing := [name for name in OPERATORS if not hasattr(torch.ops.yafsdp_cc, name)]:
         return f"{LIBRARY} is of an older source, without {', '.join(missing)}; {_BUILD}"
-    for name in OPERATORS:
-        torch.library.register_fake(f"yafsdp_cc::{name}", lambda *_: None)  # these operators return nothing
+    for name in OPERATORS:  # they return nothing
+        torch.library.register_fake(f"yafsdp_cc::{name}", lambda *_: None, allow_override=True)
     return ""
 
 

@@ -664,7 +664,7 @@ _EXTREMES: dict[Any, tuple[Any, Reduction, torch.dtype | None]] = {
 HANDLERS: dict[str, Callable[..., Any]] = dict.fromkeys(reductions.NORMS, _reduce)
 """Handlers of operations that are not element-wise, by name; ``tensor/operations.py`` adds more."""
 _ELEMENTWISE = {
-    *("clone", "copy", "_to_copy", "zero", "fill", "masked_fill", "copysign"),
+    *("clone", "copy", "_to_copy", "zero", "fill", "masked_fill", "copysign", "leaky_relu"),
     *("zeros_like", "ones_like", "empty_like", "full_like"),
     *("_fused_adam", "_fused_adamw", "_fused_sgd", "_fused_adagrad"),
 }
