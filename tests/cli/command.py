@@ -21,6 +21,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TextIO
 
+import torch
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
 import yafsdp_cc.tools.cli.launch
@@ -188,6 +189,7 @@ def _be_the_command(main: Callable[[list[str]], Any], argv: list[str], environme
         ctypes.CDLL(None).prctl(PR_SET_NAME, _short(environment[MARK]))
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # by one of them the other process waits for the program to start
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    torch.set_num_threads(1)  # a fork inherits no thread pool, and threads that made one at a time would abort
     os.environ.clear()
     os.environ.update(environment)
     sys.argv = [str(ROOT / "yafsdp_cc" / "__main__.py"), *argv]

@@ -106,8 +106,10 @@ def _be_rank(environment: dict[str, str], arguments: list[str], outputs: list[in
         with suppress(OSError):  # the launcher may have no standard input
             sys.stdin = open(0, closefd=False)  # noqa: SIM115  # multiprocessing has replaced stdin by an empty file
         multiprocessing.set_start_method(None, force=True)  # none is set now: the script may set one
-        with suppress(KeyError, ValueError):
-            torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))  # OpenMP read its variable in the fork server
+        # OpenMP read its variable in the fork server. The call also makes a thread pool, which a fork does not inherit:
+        # threads of the autograd engine that all made one at a time would abort ("Invalid thread pool").
+        with suppress(ValueError):
+            torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", torch.get_num_threads())))
         random.seed()
         np.random.seed()
         os.environ.clear()
